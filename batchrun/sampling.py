@@ -1,0 +1,90 @@
+"""How tokens are chosen: vLLM's names and defaults, validated once for job files, rows and the Python API."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+_UNSUPPORTED = {
+    "n": "more than one sample per row is not supported; n must be 1",
+    "response_format": "structured output is not supported",
+}
+
+
+class SamplingParams(BaseModel):
+    """Sampling parameters of one request.
+
+    Names, defaults and meanings follow vLLM's ``SamplingParams``. Order of application: repetition, presence and
+    frequency penalties, then ``min_tokens``, ``temperature``, ``min_p``, ``top_k``, ``top_p``. ``temperature: 0``
+    is greedy. ``logprobs`` and ``prompt_logprobs`` are those of the model's raw distribution, before all of these.
+
+    ``seed`` makes a request's randomness depend on nothing else: equal prompt, parameters and seed give equal text.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    temperature: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 1.0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    top_k: Annotated[int, Field(ge=-1)] = 0
+    min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    max_tokens: Annotated[int, Field(ge=1)] = 16
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    n: int = 1
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: Annotated[int, Field(ge=0, le=100)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=100)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 1.0
+    presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = 0.0
+    skip_special_tokens: bool = True
+    response_format: Any = None
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _stop_as_tuple(cls, value: Any) -> Any:
+        if value is None:
+            return ()
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("stop")
+    @classmethod
+    def _stop_not_empty(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if "" in value:
+            raise ValueError("a stop string must not be empty")
+        return value
+
+    @field_validator("stop_token_ids", mode="before")
+    @classmethod
+    def _no_ids(cls, value: Any) -> Any:
+        return () if value is None else value
+
+    @model_validator(mode="after")
+    def _supported(self) -> SamplingParams:
+        if self.n != 1:
+            raise ValueError(_UNSUPPORTED["n"])
+        if self.response_format is not None:
+            raise ValueError(_UNSUPPORTED["response_format"])
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})")
+        return self
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    def override(self, changes: dict[str, Any]) -> SamplingParams:
+        """These parameters with some replaced; a null value keeps what is there (Parquet structs fill with nulls).
+
+        Raises ``pydantic.ValidationError`` on an unknown name or a bad value.
+        """
+        given = {name: value for name, value in changes.items() if value is not None}
+        return type(self).model_validate(self.model_dump() | given) if given else self
