@@ -1,18 +1,55 @@
-"""The job file: a YAML document validated into a :class:`JobSpec`.
+"""The job file: a YAML document validated into a :class:`JobSpec`, every error naming file, line and field.
 
 What can change a result stands under ``model``, ``prompt`` and ``sampling``; nothing under ``engine`` does.
 """
 
 from __future__ import annotations
 
+import difflib
+import os
+import re
+from collections.abc import Iterable, Sequence
+from datetime import date
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
+from batchrun.errors import JobError
 from batchrun.sampling import SamplingParams
+
+
+def expand_path(path: str) -> str:
+    """``path`` with ``~``, ``$NAME`` and ``${NAME}`` replaced; ``$$`` is a dollar sign. ValueError: NAME is not set."""
+
+    def value(match: re.Match[str]) -> str:
+        name = match[1].strip("{}")
+        if name != "$" and name not in os.environ:
+            raise ValueError(f"environment variable {name} is not set (write $$ for a dollar sign)")
+        return "$" if name == "$" else os.environ[name]
+
+    return os.path.expanduser(re.sub(r"\$(\$|\w+|\{\w+\})", value, path))  # noqa: PTH111 - not always a local path
+
+
+def _check_template(template: str) -> str:
+    from jinja2 import TemplateSyntaxError
+    from jinja2.sandbox import SandboxedEnvironment
+
+    try:
+        SandboxedEnvironment().parse(template)
+    except TemplateSyntaxError as error:
+        raise ValueError(f"line {error.lineno} of the template: {error.message}") from None
+    return template
+
 
 Auto = Literal["auto"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+PathText = Annotated[str, Field(min_length=1), AfterValidator(expand_path)]
+Template = Annotated[str, AfterValidator(_check_template)]
 
 
 class _Section(BaseModel):
@@ -22,7 +59,7 @@ class _Section(BaseModel):
 class ModelSpec(_Section):
     """Which model, and every choice about it that changes what it answers."""
 
-    name_or_path: str
+    name_or_path: PathText
     revision: str | None = None
     dtype: DType = "auto"
     reproducible: bool = False
@@ -33,7 +70,7 @@ class ModelSpec(_Section):
 class InputSpec(_Section):
     """Where rows come from."""
 
-    path: str | tuple[str, ...]
+    path: PathText | Annotated[tuple[PathText, ...], Field(min_length=1)]
     format: Literal["auto", "jsonl", "parquet", "datasets"] = "auto"
     id_column: str | None = None
     columns: tuple[str, ...] | None = None
@@ -45,20 +82,31 @@ class InputSpec(_Section):
 
 class Message(_Section):
     role: str
-    content: str
+    content: Template
+
+
+PROMPT_FORMS = ("template", "messages", "messages_column", "token_ids_column")
 
 
 class PromptSpec(_Section):
     """How a row becomes token ids. Exactly one of the four forms is given."""
 
-    template: str | None = None
-    messages: tuple[Message, ...] | None = None
+    template: Template | None = None
+    messages: Annotated[tuple[Message, ...], Field(min_length=1)] | None = None
     messages_column: str | None = None
     token_ids_column: str | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
     too_long: Literal["error", "truncate_left", "truncate_right"] = "error"
+
+    @model_validator(mode="after")
+    def _one_form(self) -> PromptSpec:
+        given = [form for form in PROMPT_FORMS if getattr(self, form) is not None]
+        if len(given) != 1:
+            found = f"not {' and '.join(given)}" if given else "and none is given"
+            raise ValueError(f"needs exactly one of {', '.join(PROMPT_FORMS)}, {found}")
+        return self
 
 
 class SamplingSpec(SamplingParams):
@@ -71,7 +119,7 @@ class SamplingSpec(SamplingParams):
 class OutputSpec(_Section):
     """Where results go."""
 
-    path: str
+    path: PathText
     format: Literal["parquet", "jsonl"] = "parquet"
     columns: dict[str, str] = {}  # result column -> name in the output
     keep_columns: bool | tuple[str, ...] = True  # input columns that are carried through
@@ -85,7 +133,7 @@ class EngineSpec(_Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     max_num_seqs: Annotated[int, Field(ge=1)] | Auto = "auto"
     max_num_batched_tokens: Annotated[int, Field(ge=1)] | Auto = "auto"
-    kv_cache_memory: Annotated[int, Field(ge=1)] | str = "auto"  # bytes, or text such as 512MiB
+    kv_cache_memory: Annotated[ByteSize, Field(ge=1)] | Auto = "auto"  # bytes, or text such as 512MiB
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     block_size: Annotated[int, Field(ge=1)] = 32
     enable_prefix_caching: bool = True
@@ -110,3 +158,243 @@ class JobSpec(_Section):
     output: OutputSpec
     engine: EngineSpec = EngineSpec()
     errors: ErrorsSpec = ErrorsSpec()
+
+    def configuration(self, *, revision: str, dtype: str, max_model_len: int, numerics: str) -> dict[str, Any]:
+        """What the results depend on, as plain JSON data: two runs may share an output only where these are equal.
+
+        The caller supplies what the job file leaves open: the resolved ``revision`` of the model, its ``dtype``, its
+        context, and the name of the ``numerics`` that it runs with. Paths of input and output, credentials, limits
+        and everything under ``engine`` and ``errors`` are left out.
+        """
+        resolved = {"revision": revision, "dtype": dtype, "max_model_len": max_model_len, "numerics": numerics}
+        return {
+            "model": self.model.model_dump(mode="json") | resolved,
+            "input": self.input.model_dump(mode="json", exclude={"path", "storage_options"}),
+            "prompt": self.prompt.model_dump(mode="json"),
+            "sampling": self.sampling.model_dump(mode="json"),
+            "output": self.output.model_dump(mode="json", include={"format", "columns", "keep_columns"}),
+        }
+
+
+_NOT_YET = {"quantization", "kv_cache_dtype", "tensor_parallel_size", "speculative_config", "slurm"}
+_NOT_YET_VALUES = ("openai-batch",)
+
+_EXPECTED = {  # pydantic's error types in a user's words
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "string_type": "text",
+    "dict_type": "a mapping",
+    "model_type": "a mapping",
+    "tuple_type": "a list",
+    "byte_size": "a size such as 512MiB",
+    "byte_size_unit": "a size such as 512MiB",
+    "greater_than": "above {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "below {lt}",
+    "less_than_equal": "at most {le}",
+    "literal_error": "{expected}",
+    "string_too_short": "text that is not empty",
+    "too_short": "a list that is not empty",
+}
+
+FieldPath = tuple[str | int, ...]
+
+
+def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
+    """The job of a YAML file, with ``a.b=value`` overrides (the value is YAML) applied in order.
+
+    Raises JobError with one line for each fault: ``jobs/x.yaml:7: model.dtpye: unknown key; did you mean dtype?``.
+    """
+    document = _Document(str(path))
+    data, origins = document.data, []
+    for override in overrides:
+        data, where = _override(data, override)
+        origins.append((where, f"--set {override}"))
+    try:
+        return JobSpec.model_validate(data)
+    except ValidationError as error:
+        faults = _faults(error.errors(include_url=False), data)
+    lines = []
+    for field, message in faults.items():
+        named = next((o for where, o in reversed(origins) if field[: len(where)] == where), None)
+        origin = named or f"{path}:{document.line(field)}"
+        lines.append((named is not None, document.line(field), f"{origin}: {_dotted(field)}: {message}"))
+    raise JobError("\n".join(text for *_, text in sorted(lines)))
+
+
+class _Document:
+    """A YAML file as plain data, with the line of each field."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        try:
+            text = Path(path).read_text(encoding="utf-8-sig")
+        except OSError as error:
+            raise JobError(f"{path}: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise JobError(f"{path}: not UTF-8: {error.reason} at byte {error.start}") from None
+        self.root, self.data, faults = _parse(text)
+        if self.root is None or not isinstance(self.data, dict):
+            faults = faults or [(1, "a job file is a mapping with model, input, prompt and output")]
+        if faults:
+            raise JobError("\n".join(f"{path}:{line}: {message}" for line, message in faults))
+
+    def line(self, field: FieldPath) -> int:
+        """The line, from 1, of the deepest part of ``field`` that the file has."""
+        node, line = self.root, 1
+        for key in field:
+            if isinstance(node, MappingNode):
+                found = next(((k, v) for k, v in node.value if k.value == key), None)
+                if found is None:
+                    break
+                line, node = found[0].start_mark.line + 1, found[1]
+            elif isinstance(node, SequenceNode) and isinstance(key, int) and key < len(node.value):
+                node = node.value[key]
+                line = node.start_mark.line + 1
+            else:
+                break
+        return line
+
+
+def _parse(text: str) -> tuple[Node | None, Any, list[tuple[int, str]]]:
+    """The node tree and plain data of a YAML document, and its faults as (line, message)."""
+    yaml = YAML(typ="safe", pure=True)
+    faults: list[tuple[int, str]] = []
+    try:
+        root = yaml.compose(text)
+        data = None if root is None else _construct(yaml, root, (), (), faults)
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        return None, None, [(mark.line + 1 if mark else 1, f"not YAML: {error.problem or error.context}")]
+    except (YAMLError, ValueError) as error:
+        return None, None, [(1, f"not YAML: {str(error).splitlines()[0]}")]
+    return root, data, faults
+
+
+def _construct(
+    yaml: YAML, node: Node, field: FieldPath, parents: tuple[int, ...], faults: list[tuple[int, str]]
+) -> Any:
+    """Plain data of ``node``. Repeated keys, keys that are no text and nodes inside themselves become faults."""
+    line = node.start_mark.line + 1
+    if id(node) in parents:
+        faults.append((line, f"{_dotted(field)}: contains itself"))
+        return None
+    parents = (*parents, id(node))
+    if isinstance(node, SequenceNode):
+        return [_construct(yaml, item, (*field, i), parents, faults) for i, item in enumerate(node.value)]
+    if not isinstance(node, MappingNode):
+        return yaml.constructor.construct_object(node)
+    yaml.constructor.flatten_mapping(node)  # merge keys: <<
+    data: dict[Any, Any] = {}
+    for key_node, value_node in node.value:
+        key = yaml.constructor.construct_object(key_node) if isinstance(key_node, ScalarNode) else None
+        if not isinstance(key, str):
+            faults.append((key_node.start_mark.line + 1, f"{_dotted(field)}: a key has to be text; quote it"))
+        elif key in data:
+            faults.append((key_node.start_mark.line + 1, f"{_dotted((*field, key))}: given twice"))
+        else:
+            data[key] = _construct(yaml, value_node, (*field, key), parents, faults)
+    return data
+
+
+def _override(data: Any, override: str) -> tuple[Any, FieldPath]:
+    """``data`` with ``a.b=value`` applied, and the field it names. Nothing is changed in place."""
+    name, equals, text = override.partition("=")
+    if not equals or not all(name.split(".")):
+        raise JobError(f"--set {override}: has to read section.key=value")
+    value: Any = text
+    if not text.startswith(("{{", "{%")):  # a Jinja template, not a YAML mapping
+        _, value, faults = _parse(text)
+        if faults:
+            raise JobError(f"--set {override}: {faults[0][1]}")
+    field: FieldPath = tuple(int(part) if part.isdigit() else part for part in name.split("."))
+    try:
+        return _replaced(data, field, value), field
+    except (TypeError, IndexError):
+        raise JobError(f"--set {override}: {name} is not within a mapping or a list of the job") from None
+
+
+def _replaced(data: Any, field: FieldPath, value: Any) -> Any:
+    if not field:
+        return value
+    key, rest = field[0], field[1:]
+    if isinstance(data, list) and isinstance(key, int):
+        return [*data[:key], _replaced(data[key], rest, value), *data[key + 1 :]]
+    if data is None or isinstance(data, dict):
+        data = data or {}
+        return data | {str(key): _replaced(data.get(str(key)), rest, value)}
+    raise TypeError
+
+
+def _faults(errors: Iterable[ErrorDetails], data: Any) -> dict[FieldPath, str]:
+    """One message for each field; what the members of a union expect is joined by "or"."""
+    expected: dict[FieldPath, list[str]] = {}
+    messages: dict[FieldPath, str] = {}
+    inputs: dict[FieldPath, Any] = {}
+    for error in errors:
+        field = _real_field(error, data)
+        kind, context = error["type"], error.get("ctx", {})
+        inputs[field] = error["input"]
+        if kind == "extra_forbidden":
+            messages[field] = _unknown_key(field)
+        elif kind == "missing":
+            messages[field] = "missing"
+        elif kind in _EXPECTED:
+            expected.setdefault(field, []).append(_EXPECTED[kind].format(**context).replace("'", ""))
+        else:
+            messages[field] = str(context.get("error") or error["msg"])
+    for field, wanted in expected.items():
+        if field not in messages:
+            messages[field] = _wrong_value(field, list(dict.fromkeys(wanted)), inputs[field])
+    return messages
+
+
+def _real_field(error: ErrorDetails, data: Any) -> FieldPath:
+    """Where in the job an error lies: pydantic's location without its names of union members."""
+    field: list[str | int] = []
+    for part in error["loc"]:
+        known = part in data if isinstance(data, dict) else isinstance(data, list) and isinstance(part, int)
+        if known:
+            field.append(part)
+            data = data[part]
+    if error["type"] == "missing":
+        field.append(error["loc"][-1])
+    return tuple(field)
+
+
+def _wrong_value(field: FieldPath, wanted: list[str], value: Any) -> str:
+    choices = " or ".join(wanted)
+    if value in _NOT_YET_VALUES:
+        return f"{value} is not supported yet; use {choices}"
+    shown = {dict: "a mapping", list: "a list", tuple: "a list", type(None): "null"}.get(type(value), repr(value))
+    hint = " (quote it)" if wanted == ["text"] and isinstance(value, bool | int | float | date) else ""
+    return f"must be {choices}, not {shown}{hint}"
+
+
+def _unknown_key(field: FieldPath) -> str:
+    name = str(field[-1])
+    if name in _NOT_YET:
+        return "not supported yet"
+    sections = {key: _keys(info.annotation) for key, info in JobSpec.model_fields.items()}
+    here = list(sections)
+    if len(field) > 1:
+        here = list(Message.model_fields) if isinstance(field[-2], int) else sections[str(field[0])]
+    if close := difflib.get_close_matches(name, here, n=1):
+        return f"unknown key; did you mean {close[0]}?"
+    if homes := [section for section, keys in sections.items() if name in keys]:
+        return f"unknown key here; it belongs under {' or '.join(homes)}"
+    return f"unknown key; known are {', '.join(here)}"
+
+
+def _keys(section: Any) -> list[str]:
+    return list(section.model_fields) if isinstance(section, type) and issubclass(section, BaseModel) else []
+
+
+def _dotted(field: FieldPath) -> str:
+    return ".".join(map(str, field)) or "the job"

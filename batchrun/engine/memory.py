@@ -1,0 +1,189 @@
+"""What a model needs of a machine: KV bytes, context length, numbers and device, worked out from plain configuration.
+
+The engine sizes its pool with these functions and ``batchrun plan`` predicts it with the same ones, so this module
+imports no torch. A configuration is the dictionary of a Hugging Face ``config.json`` (a GGUF file's is translated).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+from batchrun.errors import JobError
+from batchrun.job import EngineSpec, ModelSpec
+
+Device = Literal["cpu", "cuda"]
+Config = Mapping[str, Any]
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+RESERVED_BLOCKS = 1  # block 0 takes the writes of padding and is never handed out
+_GIB = 1 << 30
+_CPU_KV_CEILING = 4 * _GIB
+_CPU_KV_SHARE = 0.25
+_CPU_ONE_SEQUENCE_SHARE = 0.75  # an automatic budget grows this far to hold one whole sequence
+_MAX_NUM_SEQS = {"cpu": 256, "cuda": 1024}
+_MAX_NUM_BATCHED_TOKENS = {"cpu": 3072, "cuda": 16384}
+_ROPE_ALREADY_SCALED = {"default", "llama3", "longrope", "su", "mrope"}
+
+
+def resolve_device(device: str) -> Device:
+    """``auto`` is ``cuda`` where a visible NVIDIA driver answers for one, else ``cpu``."""
+    if device == "cuda":
+        return "cuda"
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in {"", "-1"}
+    if device == "cpu" or hidden or not Path("/proc/driver/nvidia/version").exists():
+        return "cpu"
+    return "cuda" if any(Path("/dev").glob("nvidia[0-9]*")) else "cpu"
+
+
+def resolve_dtype(dtype: str, device: str) -> str:
+    """``auto`` is ``bfloat16`` on a GPU and on a CPU that multiplies it natively, else ``float32``."""
+    if dtype != "auto":
+        return dtype
+    if device == "cuda":
+        return "bfloat16"
+    try:
+        flags = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="ignore")
+    except OSError:
+        return "float32"
+    return "bfloat16" if "amx_bf16" in flags or "avx512_bf16" in flags else "float32"
+
+
+def head_dim(config: Config) -> int:
+    """Elements of one attention head."""
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
+def kv_heads(config: Config) -> int:
+    """Key/value heads of one layer."""
+    return int(config.get("num_key_value_heads") or config["num_attention_heads"])
+
+
+def kv_bytes_per_token(config: Config, dtype_bytes: int) -> int:
+    """Bytes of keys and values that one token keeps over all layers."""
+    return 2 * int(config["num_hidden_layers"]) * kv_heads(config) * head_dim(config) * dtype_bytes
+
+
+def parameter_count(config: Config) -> tuple[int, int]:
+    """``(matrix, embedding)`` parameters of a dense decoder; a token multiplies by every matrix parameter once.
+
+    The LM head counts as embedding: it is applied only to the tokens that a step samples from.
+    """
+    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    attention = hidden * head_dim(config) * (2 * heads + 2 * kv_heads(config))
+    mlp = 3 * hidden * int(config["intermediate_size"])
+    tables = 1 if config.get("tie_word_embeddings") else 2
+    return int(config["num_hidden_layers"]) * (attention + mlp), tables * int(config["vocab_size"]) * hidden
+
+
+def weight_bytes(config: Config, dtype_bytes: int) -> int:
+    """Bytes of the loaded weights, normalisation vectors left out."""
+    return sum(parameter_count(config)) * dtype_bytes
+
+
+def context_length(config: Config) -> int:
+    """Tokens that the model was made for, its rope scaling included."""
+    length = int(config.get("max_position_embeddings") or 0)
+    if length <= 0:
+        raise JobError("model: its configuration has no max_position_embeddings; set model.max_model_len")
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind in _ROPE_ALREADY_SCALED or not scaling.get("factor"):
+        return length
+    if kind == "yarn":
+        length = int(scaling.get("original_max_position_embeddings") or length)
+    return int(length * scaling["factor"])
+
+
+def resolve_max_model_len(config: Config, spec: ModelSpec) -> int:
+    """Most tokens, prompt and output together, that one row may take.
+
+    Raises JobError when the job asks for more than the model was made for.
+    """
+    if spec.max_model_len == "auto":
+        return context_length(config)
+    if config.get("max_position_embeddings") and spec.max_model_len > (limit := context_length(config)):
+        raise JobError(f"model.max_model_len: {spec.max_model_len} is above the model's context of {limit} tokens")
+    return spec.max_model_len
+
+
+def resolve_max_num_seqs(spec: EngineSpec, device: Device) -> int:
+    """Most sequences that run at once."""
+    return _MAX_NUM_SEQS[device] if spec.max_num_seqs == "auto" else spec.max_num_seqs
+
+
+def resolve_max_num_batched_tokens(spec: EngineSpec, device: Device) -> int:
+    """Most tokens that one step computes: never fewer than one for each running sequence."""
+    if spec.max_num_batched_tokens == "auto":
+        return max(_MAX_NUM_BATCHED_TOKENS[device], resolve_max_num_seqs(spec, device))
+    return spec.max_num_batched_tokens
+
+
+def available_memory() -> int:
+    """Bytes of host memory that this process may still take, a container's limit included."""
+    available = int(psutil.virtual_memory().available)
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text(encoding="ascii").strip()
+        used = int((group / "memory.current").read_text(encoding="ascii"))
+        cache = re.search(r"^inactive_file (\d+)$", (group / "memory.stat").read_text(encoding="ascii"), re.MULTILINE)
+    except OSError:
+        return available
+    if limit == "max":
+        return available
+    reclaimable = int(cache[1]) if cache else 0
+    return max(0, min(available, int(limit) - used + reclaimable))
+
+
+def gpu_memory() -> int | None:
+    """Total bytes of the first visible GPU by its driver's own tool; None where that does not answer."""
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+        return int(answer.split()[0]) << 20
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return None
+
+
+def sequence_bytes(max_model_len: int, *, bytes_per_token: int, block_size: int) -> int:
+    """Bytes of the smallest pool that holds one sequence of ``max_model_len`` tokens."""
+    blocks = -(-max_model_len // block_size) + RESERVED_BLOCKS
+    return blocks * block_size * bytes_per_token
+
+
+def kv_budget(spec: EngineSpec, device: Device, *, bytes_per_token: int, max_model_len: int, free: int) -> int:
+    """Bytes of the KV pool, ``engine.kv_cache_memory`` or what ``auto`` comes to; a multiple of the block's bytes.
+
+    ``free`` is the memory that may be taken: on a CPU :func:`available_memory`, on a GPU what
+    ``gpu_memory_utilization`` leaves beside weights and activations, all of which ``auto`` takes there.
+
+    Raises JobError when the budget cannot hold one sequence of ``max_model_len`` tokens.
+    """
+    needed = sequence_bytes(max_model_len, bytes_per_token=bytes_per_token, block_size=spec.block_size)
+    if spec.kv_cache_memory != "auto":
+        budget = int(spec.kv_cache_memory)
+    elif device == "cuda":
+        budget = max(0, free)
+    else:
+        budget = max(min(_CPU_KV_CEILING, int(free * _CPU_KV_SHARE)), min(needed, int(free * _CPU_ONE_SEQUENCE_SHARE)))
+    if budget < needed:
+        raise JobError(
+            f"engine.kv_cache_memory: {format_bytes(budget)} cannot hold one sequence of model.max_model_len = "
+            f"{max_model_len} tokens, which takes {format_bytes(needed)}; raise the one or lower the other"
+        )
+    return budget - budget % (spec.block_size * bytes_per_token)
+
+
+def format_bytes(count: float) -> str:
+    """``1.5 GiB``: a size for people, in powers of 1024."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
