@@ -212,19 +212,22 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
     Raises JobError with one line for each fault: ``jobs/x.yaml:7: model.dtpye: unknown key; did you mean dtype?``.
     """
     document = _Document(str(path))
-    data, origins = document.data, []
+    data, places = document.data, []
     for override in overrides:
-        data, where = _override(data, override)
-        origins.append((where, f"--set {override}"))
+        data, place = _override(data, override)
+        places.append(place)
     try:
         return JobSpec.model_validate(data)
     except ValidationError as error:
         faults = _faults(error.errors(include_url=False), data)
-    lines = []
+    lines: list[tuple[int, int, str]] = []  # (0, line of the file) or (1, number of the override)
     for field, message in faults.items():
-        named = next((o for where, o in reversed(origins) if field[: len(where)] == where), None)
-        origin = named or f"{path}:{document.line(field)}"
-        lines.append((named is not None, document.line(field), f"{origin}: {_dotted(field)}: {message}"))
+        text = f"{_dotted(field)}: {message}"
+        setters = [i for i, place in enumerate(places) if field[: len(place)] == place]
+        if setters:
+            lines.append((1, setters[-1], f"--set {overrides[setters[-1]]}: {text}"))
+        else:
+            lines.append((0, line := document.line(field), f"{path}:{line}: {text}"))
     raise JobError("\n".join(text for *_, text in sorted(lines)))
 
 
@@ -351,8 +354,9 @@ def _faults(errors: Iterable[ErrorDetails], data: Any) -> dict[FieldPath, str]:
             messages[field] = str(context.get("error") or error["msg"])
     for field, wanted in expected.items():
         if field not in messages:
-            messages[field] = _wrong_value(field, list(dict.fromkeys(wanted)), inputs[field])
-    return messages
+            messages[field] = _wrong_value(list(dict.fromkeys(wanted)), inputs[field])
+    inner = {field[:length] for field in messages for length in range(len(field))}
+    return {field: message for field, message in messages.items() if field not in inner}
 
 
 def _real_field(error: ErrorDetails, data: Any) -> FieldPath:
@@ -368,7 +372,7 @@ def _real_field(error: ErrorDetails, data: Any) -> FieldPath:
     return tuple(field)
 
 
-def _wrong_value(field: FieldPath, wanted: list[str], value: Any) -> str:
+def _wrong_value(wanted: list[str], value: Any) -> str:
     choices = " or ".join(wanted)
     if value in _NOT_YET_VALUES:
         return f"{value} is not supported yet; use {choices}"

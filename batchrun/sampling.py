@@ -6,11 +6,6 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-_UNSUPPORTED = {
-    "n": "more than one sample per row is not supported; n must be 1",
-    "response_format": "structured output is not supported",
-}
-
 
 class SamplingParams(BaseModel):
     """Sampling parameters of one request.
@@ -63,12 +58,22 @@ class SamplingParams(BaseModel):
     def _no_ids(cls, value: Any) -> Any:
         return () if value is None else value
 
+    @field_validator("n")
+    @classmethod
+    def _one_sample(cls, value: int) -> int:
+        if value != 1:
+            raise ValueError("more than one sample per row is not supported yet; n must be 1")
+        return value
+
+    @field_validator("response_format")
+    @classmethod
+    def _no_grammar(cls, value: Any) -> Any:
+        if value is not None:
+            raise ValueError("structured output is not supported yet")
+        return value
+
     @model_validator(mode="after")
-    def _supported(self) -> SamplingParams:
-        if self.n != 1:
-            raise ValueError(_UNSUPPORTED["n"])
-        if self.response_format is not None:
-            raise ValueError(_UNSUPPORTED["response_format"])
+    def _consistent(self) -> SamplingParams:
         if self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})")
         return self
