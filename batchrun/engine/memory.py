@@ -17,6 +17,7 @@ import psutil
 
 from batchrun.errors import JobError
 from batchrun.job import EngineSpec, ModelSpec
+from batchrun.text import format_bytes
 
 Device = Literal["cpu", "cuda"]
 Config = Mapping[str, Any]
@@ -178,12 +179,3 @@ def kv_budget(spec: EngineSpec, device: Device, *, bytes_per_token: int, max_mod
             f"{max_model_len} tokens, which takes {format_bytes(needed)}; raise the one or lower the other"
         )
     return budget - budget % (spec.block_size * bytes_per_token)
-
-
-def format_bytes(count: float) -> str:
-    """``1.5 GiB``: a size for people, in powers of 1024."""
-    for unit in ("B", "KiB", "MiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"

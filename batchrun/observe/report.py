@@ -1,0 +1,57 @@
+"""The summary that a run ends with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from batchrun.errors import EXIT_OK, EXIT_ROW_ERRORS, EXIT_STOPPED, EXIT_THRESHOLD
+from batchrun.text import format_duration, table
+
+_MEANINGS = {
+    EXIT_OK: "done",
+    EXIT_ROW_ERRORS: "finished with error rows: the column error says why",
+    EXIT_THRESHOLD: "more rows failed than errors.error_threshold allows",
+    EXIT_STOPPED: "stopped early: the same command goes on from here",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """What a run did. Rows are those of the whole job; tokens and seconds are those of this run."""
+
+    name: str
+    output: str
+    exit_code: int
+    total_rows: int
+    ok_rows: int
+    errors: Mapping[str, int] = field(default_factory=dict)  # kind of row error -> rows
+    rows_before: int = 0  # finished by earlier runs
+    prompt_tokens: int = 0  # computed
+    cached_tokens: int = 0  # taken from the prefix cache
+    completion_tokens: int = 0
+    seconds: float = 0.0
+
+
+def summary(report: RunReport) -> str:
+    """A few readable lines: rows, errors by kind, tokens, speed, where the results lie, what the exit code means."""
+    failed = sum(report.errors.values())
+    rows = f"{report.total_rows:,}: {report.ok_rows:,} ok, {failed:,} errors"
+    if report.errors:
+        rows += " (" + ", ".join(f"{count:,} {kind}" for kind, count in sorted(report.errors.items())) + ")"
+    if left := report.total_rows - report.ok_rows - failed:
+        rows += f", {left:,} to do"
+    if report.rows_before:
+        rows += f"; {report.rows_before:,} were done before"
+    prompt = report.prompt_tokens + report.cached_tokens
+    hits = report.cached_tokens / max(1, prompt)
+    seconds = max(report.seconds, 1e-9)
+    speed = f"{report.prompt_tokens / seconds:,.0f} prompt + {report.completion_tokens / seconds:,.0f} output tokens/s"
+    lines = [
+        ("rows", rows),
+        ("tokens", f"{prompt:,} prompt ({hits:.0%} from the prefix cache) + {report.completion_tokens:,} output"),
+        ("time", f"{format_duration(report.seconds)}, {speed}"),
+        ("output", report.output),
+        ("exit", f"{report.exit_code}: {_MEANINGS.get(report.exit_code, 'failed')}"),
+    ]
+    return f"{report.name}\n{table(lines)}"

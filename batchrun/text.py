@@ -1,0 +1,61 @@
+"""Numbers for people and back: sizes, durations, counts, tables."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+_UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+
+
+def format_bytes(count: float) -> str:
+    """``1.5 GiB``: a size in powers of 1024."""
+    if abs(count) < 1024:
+        return f"{count:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        count /= 1024
+        if abs(count) < 1024:
+            return f"{count:.1f} {unit}"
+    return f"{count / 1024:.1f} TiB"
+
+
+def format_count(count: float) -> str:
+    """``950``, ``12.3k``, ``4.5M``: a count in a few characters."""
+    for limit, divisor, unit in ((999.5, 1, ""), (999_950, 1e3, "k"), (999_950_000, 1e6, "M")):
+        if abs(count) < limit:
+            return f"{count / divisor:.1f}{unit}" if unit else f"{count:.0f}"
+    return f"{count / 1e9:.1f}G"
+
+
+def format_duration(seconds: float) -> str:
+    """``8s``, ``2m05s``, ``3h07m``, ``2d04h``: a duration in its two largest units."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of ``90``, ``15m``, ``1h30m``, ``04:00:00`` or ``2-12:00:00``. ValueError: none of these."""
+    text = text.strip().lower()
+    if clock := re.fullmatch(r"(?:(\d+)-)?(\d+):(\d{2}):(\d{2})", text):
+        days, hours, minutes, seconds = (int(part or 0) for part in clock.groups())
+        return float(days * 86400 + hours * 3600 + minutes * 60 + seconds)
+    if re.fullmatch(r"\d+(\.\d+)?", text):
+        return float(text)
+    if re.fullmatch(r"(\d+(\.\d+)?[dhms])+", text):
+        return sum(float(number) * _UNITS[unit] for number, _, unit in re.findall(r"(\d+(\.\d+)?)([dhms])", text))
+    raise ValueError(f"{text!r} is no duration; write 90, 15m, 1h30m or 04:00:00")
+
+
+def table(rows: Iterable[Sequence[str]], indent: str = "  ") -> str:
+    """Lines of left-aligned columns."""
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        indent + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
