@@ -1,0 +1,165 @@
+"""Which files an input consists of: files, globs, directories and any fsspec URL, expanded in a fixed order.
+
+A path that exists is taken literally, whatever characters it holds; else it is a glob. Directories are read to any
+depth, without names that begin with ``.`` or ``_`` and without files of unknown kinds. Directories named
+``column=value`` below the input's root give their files a column (Hive's layout).
+"""
+
+from __future__ import annotations
+
+import glob
+import posixpath
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import unquote
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from batchrun.data.rows import InputFile
+from batchrun.errors import JobError
+
+Format = Literal["jsonl", "parquet"]
+
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+_KINDS: dict[str, Format] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
+_HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
+_VERSIONS = ("ETag", "etag", "md5", "LastModified", "last_modified", "mtime", "created")  # best first
+
+
+class UnreadableFileError(Exception):
+    """A file of which no row can be read; the text is the reason."""
+
+
+def filesystem(path: str, options: dict[str, Any]) -> tuple[Any, str]:
+    """The fsspec file system of a path or URL, and the path within it. Listings are never cached."""
+    if "://" not in path and "::" not in path:
+        return LocalFileSystem(), str(Path(path).absolute())
+    try:
+        fs, inner = fsspec.core.url_to_fs(path, use_listings_cache=False, **options)
+    except (ValueError, ImportError) as error:  # unknown protocol, or its package is not installed
+        raise JobError(f"input.path: {path}: {error}") from None
+    return fs, inner
+
+
+def file_format(path: str) -> Format | None:
+    """The format that a file's name tells, or None."""
+    name = path.lower()
+    plain = next((name.removesuffix(suffix) for suffix in COMPRESSIONS if name.endswith(suffix)), name)
+    kind = _KINDS.get(posixpath.splitext(plain)[1])
+    return None if kind == "parquet" and plain != name else kind
+
+
+def hive_columns(key: str) -> dict[str, str | None]:
+    """Columns that the directories in a file's key name."""
+    columns: dict[str, str | None] = {}
+    for part in key.split("/")[:-1]:
+        name, equals, value = part.partition("=")
+        if equals and name:
+            columns[unquote(name)] = None if value == _HIVE_NULL else unquote(value)
+    return columns
+
+
+def find_files(
+    paths: Sequence[str], wanted: Literal["auto", "jsonl", "parquet"], options: dict[str, Any]
+) -> tuple[list[InputFile], list[str]]:
+    """The input's files in the order of ``paths`` and then of their keys, and the paths that were passed over.
+
+    ``wanted`` other than "auto" also takes explicitly named files that have another name. Keys are unique: of two
+    files with equal keys under different ``paths``, the later gets ``#2`` at its end. A file that two paths name is
+    taken once. Raises JobError for a path that leads to no file.
+    """
+    files: dict[str, InputFile] = {}
+    skipped: list[str] = []
+    keys: set[str] = set()
+    for path in paths:
+        before = len(skipped)
+        found = list(_expand(path, wanted, options, skipped))
+        if not found:
+            passed = f"; passed over {', '.join(skipped[before:][:5])}" if len(skipped) > before else ""
+            raise JobError(f"input.path: no input file at {path}{passed}")
+        for file in found:
+            if file.path not in files:
+                files[file.path] = replace(file, key=_unique(file.key, keys))
+    return list(files.values()), skipped
+
+
+def current_version(file: InputFile, options: dict[str, Any]) -> InputFile:
+    """``file`` with the size and version that it has now; raises OSError when it is gone."""
+    fs, path = filesystem(file.path, options)
+    return _input_file(fs, file.key, file.path, fs.info(path))
+
+
+def _expand(path: str, wanted: str, options: dict[str, Any], skipped: list[str]) -> Iterator[InputFile]:
+    fs, inner = filesystem(path, options)
+    try:
+        kind = fs.info(inner)["type"]
+    except FileNotFoundError:
+        kind = None
+    except OSError as error:
+        raise JobError(f"input.path: {path}: {error}") from None
+    if kind == "file":
+        if wanted == "auto" and file_format(inner) is None:
+            raise JobError(f"input.path: {path}: its name tells no format; set input.format")
+        yield _input_file(fs, posixpath.basename(inner), _url(fs, inner, path), fs.info(inner))
+        return
+    matches = {inner: {"type": "directory"}} if kind == "directory" else _glob(fs, inner)
+    root = inner if kind == "directory" else _fixed_part(inner)
+    infos: dict[str, Any] = {}
+    for match, info in matches.items():
+        infos |= fs.find(match, detail=True) if info["type"] == "directory" else {match: info}
+    for name in sorted(infos):
+        key = name.removeprefix(root.rstrip("/") + "/")
+        if _taken(key, wanted):
+            yield _input_file(fs, key, _url(fs, name, path), infos[name])
+        else:
+            skipped.append(_url(fs, name, path))
+
+
+def _glob(fs: Any, pattern: str) -> dict[str, Any]:
+    return dict(fs.glob(pattern, detail=True)) if glob.has_magic(pattern) else {}
+
+
+def _fixed_part(pattern: str) -> str:
+    """The directory above the first part of a glob that has a special character."""
+    parts = pattern.split("/")
+    magic = next((index for index, part in enumerate(parts) if glob.has_magic(part)), len(parts) - 1)
+    return "/".join(parts[:magic])
+
+
+def _taken(key: str, wanted: str) -> bool:
+    kind = file_format(key)
+    hidden = any(part.startswith((".", "_")) for part in key.split("/"))
+    return not hidden and kind is not None and wanted in ("auto", kind)
+
+
+def _input_file(fs: Any, key: str, path: str, info: dict[str, Any]) -> InputFile:
+    """The version is what changes with the content: an etag, else a time of modification."""
+    if isinstance(fs, LocalFileSystem):
+        stat = Path(path).stat()
+        return InputFile(key, path, stat.st_size, str(stat.st_mtime_ns))
+    version = next((str(info[name]) for name in _VERSIONS if info.get(name)), "")
+    return InputFile(key, path, int(info.get("size") or 0), version)
+
+
+def _url(fs: Any, inner: str, given: str) -> str:
+    """What opens ``inner`` again, ``given`` being the path of the input that led to it."""
+    if isinstance(fs, LocalFileSystem):
+        return inner
+    head, chained, rest = given.partition("::")
+    if not chained:
+        return str(fs.unstrip_protocol(inner))
+    if "://" in head:  # zip://inner::archive
+        return f"{head.partition('://')[0]}://{inner}::{rest}"
+    return f"{head}::{rest.partition('://')[0]}://{inner}"  # simplecache::https://inner
+
+
+def _unique(key: str, taken: set[str]) -> str:
+    unique, count = key, 1
+    while unique in taken:
+        count += 1
+        unique = f"{key}#{count}"
+    taken.add(unique)
+    return unique
