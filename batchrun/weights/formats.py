@@ -1,7 +1,7 @@
 """The classes a linear layer's weight can be. Loaders turn every checkpoint format into one of them.
 
-:class:`Dense` is the first. Each later one (``Int8``, ``Int4``, ``Fp8``) has the same few methods, so that a model file
-never knows which it holds: it builds with :meth:`cat`, embeds with :meth:`rows`, and hands the object to ``ops.linear``.
+:class:`Dense` is the first. Each later one (``Int8``, ``Int4``, ``Fp8``) has the same few methods, so that a model
+file never knows which it holds: it builds with ``cat``, embeds with ``rows``, and hands the object to ``ops.linear``.
 """
 
 from __future__ import annotations

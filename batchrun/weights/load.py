@@ -1,0 +1,69 @@
+"""Handing a checkpoint's tensors to a model: fused, converted, checked, and every one of them accounted for."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from batchrun.errors import JobError
+from batchrun.weights.formats import Dense
+from batchrun.weights.source import StoredTensor, WeightSource, open_weights
+
+__all__ = ["Loader", "open_weights"]
+
+_JUNK = re.compile(r"rotary_emb\.inv_freq$")  # a buffer that old checkpoints saved although it follows from the config
+_MAX_SHOWN = 8
+
+
+class Loader:
+    """Takes tensors out of a :class:`WeightSource` in ``dtype`` on ``device``.
+
+    Every method raises :class:`JobError`, naming the tensor and its file, where the checkpoint is not what the model
+    expects.
+    """
+
+    def __init__(self, source: WeightSource, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+        self._source = source
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self._names = source.names()
+        self._left = set(self._names)
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint holds this tensor."""
+        return name in self._names
+
+    def take(self, *names: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
+        """The tensor, or several joined along their first dimension; checked against ``shape`` if given."""
+        parts = [self._stored(name) for name in names]
+        found = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+        expected = found if shape is None else tuple(shape)
+        if found != expected or any(part.shape[1:] != expected[1:] for part in parts):
+            shapes = ", ".join(f"{name} {list(part.shape)}" for name, part in zip(names, parts, strict=True))
+            raise JobError(f"{parts[0].path}: shape mismatch: found {shapes}, expected {list(expected)} in all")
+        out = torch.empty(found, dtype=self.dtype, device=self.device)
+        start = 0
+        for part in parts:
+            part.copy_into(out[start : start + part.shape[0]])
+            start += part.shape[0]
+        self._left.difference_update(names)
+        return out
+
+    def take_linear(self, *names: str, shape: tuple[int, int] | None = None) -> Dense:
+        """The weight of a linear layer ``[out, in]``; of several that share their input, joined along ``out``."""
+        return Dense(self.take(*names, shape=shape))
+
+    def finish(self, *, tied: bool = False) -> None:
+        """Fail if some tensor was never taken. With ``tied``, a stored ``lm_head.weight`` is the embedding again."""
+        left = sorted(name for name in self._left if not _JUNK.search(name) and not (tied and name == "lm_head.weight"))
+        if left:
+            more = f" and {len(left) - _MAX_SHOWN} more" if len(left) > _MAX_SHOWN else ""
+            shown = ", ".join(left[:_MAX_SHOWN])
+            raise JobError(f"{self._source[left[0]].path}: tensors that this model has no place for: {shown}{more}")
+
+    def _stored(self, name: str) -> StoredTensor:
+        if name not in self._names:
+            holders = ", ".join(sorted({str(self._source[other].path) for other in self._names}))
+            raise JobError(f"{holders}: tensor {name} is missing")
+        return self._source[name]
