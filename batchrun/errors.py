@@ -17,6 +17,7 @@ EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped early, run it again
 RowErrorKind = Literal[
     "unreadable_row",  # the line is no JSON object, or not UTF-8
     "unreadable_file",  # the rest of a damaged file
+    "bad_filter",  # input.where compares the row's value with one of another type
     "missing_value",  # a column that the prompt uses is absent or null
     "bad_prompt",  # the prompt is not text, the template failed, the messages do not fit the chat template
     "bad_sampling",  # the row's own sampling parameters are invalid

@@ -103,5 +103,5 @@ def _kind(value: Any) -> str:
         return "a time with a zone" if value.tzinfo else "a time without a zone"
     if isinstance(value, datetime.date):
         return "a date"
-    names = {str: "text", bytes: "bytes", list: "a list", dict: "an object"}
+    names: dict[type, str] = {str: "text", bytes: "bytes", list: "a list", dict: "an object"}
     return names.get(type(value), type(value).__name__)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from batchrun.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,20 @@ class Row:
 
 
 @dataclass(slots=True)
+class Batch:
+    """Some consecutive input rows in columnar form, where the format has one.
+
+    Exactly one of ``table`` (Parquet, datasets: original types, one table row for each of ``rows``) and ``records``
+    (JSONL; None where the row could not be read) is set. ``errors`` has an entry for each of ``rows`` too.
+    """
+
+    rows: list[int]
+    errors: list[str | None]
+    table: pa.Table | None = None
+    records: list[dict[str, Any] | None] | None = None
+
+
+@dataclass(slots=True)
 class PreparedRow:
     """A row ready for the engine: token ids and parameters, or the error that it ends as."""
 
@@ -56,7 +73,7 @@ class TokenLogprob:
 
     token_id: int
     logprob: float | None  # None: minus infinity, or the first prompt token
-    top: list[tuple[int, float]] = field(default_factory=list)  # (token id, logprob), best first
+    top: list[tuple[int, float | None]] = field(default_factory=list)  # (token id, logprob), best first
 
 
 @dataclass(slots=True)

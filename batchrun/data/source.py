@@ -1,0 +1,234 @@
+"""Rows out of JSONL files, Parquet files and Hugging Face datasets, in splits and with bounded memory.
+
+A row's identity is its file's key and its number there. Reading is deterministic: the same split gives the same rows
+in the same order, whether one by one (:meth:`Source.rows`) or in columns (:meth:`Source.batches`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import pyarrow as pa
+
+from batchrun.data import hub, jsonl, parquet
+from batchrun.data.files import UnreadableFileError, current_version, file_format, find_files, hive_columns
+from batchrun.data.filters import Where
+from batchrun.data.rows import Batch, InputFile, Row, Split
+from batchrun.errors import JobError, row_error
+from batchrun.job import InputSpec
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+T = TypeVar("T")
+
+_SCAN_THREADS = 8  # storage is waited for more than computed with
+_SAMPLED_ROWS = 100
+
+
+class Source:
+    """The rows of ``spec``. One object reads in one thread at a time.
+
+    ``skipped`` holds the paths that :meth:`files` passed over. Raises JobError when ``spec.where`` is no filter.
+    """
+
+    def __init__(self, spec: InputSpec) -> None:
+        self.spec = spec
+        self.skipped: list[str] = []
+        self._paths = (spec.path,) if isinstance(spec.path, str) else spec.path
+        self._where = Where(spec.where) if spec.where is not None else None
+        self._jsonl = jsonl.JsonlReader(spec.storage_options)
+        self._datasets: dict[str, Dataset] = {}
+        self._names: dict[str, list[str]] = {}  # columns of the Parquet files scanned so far, by key
+
+    def files(self) -> list[InputFile]:
+        """The input's files in their order. Raises JobError for a path that leads to none."""
+        if self.spec.format == "datasets":
+            loaded = hub.load(self._paths, self.spec.dataset_options)
+            self._datasets = {file.key: dataset for file, dataset in loaded.items()}
+            return list(loaded)
+        files, self.skipped = find_files(self._paths, self.spec.format, self.spec.storage_options)
+        return files
+
+    def splits(self, files: Sequence[InputFile], first_number: int = 0) -> list[Split]:
+        """All of ``files`` in splits of at most ``spec.split_rows`` rows, numbered from ``first_number`` on.
+
+        Reads JSONL files once, of Parquet files the footer and first pages. A file that breaks off ends in a split
+        whose ``error`` says why. Raises JobError naming every file that cannot be read at all, and every Parquet
+        file or dataset that lacks a column of ``spec.columns`` or ``spec.where``.
+        """
+        splits = itertools.chain.from_iterable(_each_file(self._scan, files))
+        return [replace(split, number=number) for number, split in enumerate(splits, first_number)]
+
+    def rows(self, split: Split) -> Iterator[Row]:
+        """The split's rows that ``spec.where`` keeps; one that cannot be read or compared comes with its error."""
+        for batch in self.batches(split):
+            records = to_records(batch.table) if batch.table is not None else batch.records or []
+            for row, data, error in zip(batch.rows, records, batch.errors, strict=True):
+                yield Row(row, data, error)
+
+    def batches(self, split: Split) -> Iterator[Batch]:
+        """The same rows as :meth:`rows`, in columns where the format has them.
+
+        Raises JobError when the file is not what it was when the split was made.
+        """
+        hive = hive_columns(split.file.key)
+        for batch in self._read(split):
+            batch = _add_columns(batch, hive)
+            if self._where is not None:
+                batch = _filter(batch, self._where)
+            if self.spec.columns is not None:
+                batch = _project(batch, self.spec.columns)
+            if batch.rows:
+                yield batch
+
+    def schema_names(self, files: Sequence[InputFile]) -> list[str] | None:
+        """The columns known before everything is read, in order, before projection; None when no row tells any.
+
+        Those of every Parquet file and dataset, and of the first 100 lines of every JSONL file.
+        """
+        names = dict.fromkeys(itertools.chain.from_iterable(_each_file(self._columns, files)))
+        return list(names) or None
+
+    def _format(self, file: InputFile) -> str:
+        return self.spec.format if self.spec.format != "auto" else file_format(file.path) or "jsonl"
+
+    def _scan(self, file: InputFile) -> list[Split]:
+        if self._format(file) == "jsonl":
+            return jsonl.scan(file, self.spec.storage_options, self.spec.split_rows)
+        if self._format(file) == "datasets":
+            splits, names = hub.scan(file, self.spec.split_rows), self._dataset(file).column_names
+        else:
+            splits, names = parquet.scan(file, self.spec.storage_options, self.spec.split_rows, self._wanted_columns())
+        self._names[file.key] = names
+        known = {*names, *hive_columns(file.key)}
+        missing = [name for name in self._required_columns() if name not in known]
+        if missing:
+            raise UnreadableFileError(f"has no column {missing[0]!r}; it has {', '.join(names)}")
+        return splits
+
+    def _read(self, split: Split) -> Iterator[Batch]:
+        if self._format(split.file) == "datasets":
+            return hub.read(split, self._dataset(split.file), self._wanted_columns())
+        if current_version(split.file, self.spec.storage_options) != split.file:
+            raise JobError(f"{split.file.path}: changed while the job ran")
+        if self._format(split.file) == "jsonl":
+            return self._jsonl.read(split)
+        return parquet.read(split, self.spec.storage_options, self._wanted_columns())
+
+    def _required_columns(self) -> list[str]:
+        filtered = self._where.columns if self._where is not None else ()
+        return list(dict.fromkeys([*(self.spec.columns or ()), *filtered]))
+
+    def _wanted_columns(self) -> list[str] | None:
+        """What has to be read; None for everything."""
+        return None if self.spec.columns is None else self._required_columns()
+
+    def _columns(self, file: InputFile) -> list[str]:
+        if self._format(file) == "jsonl":
+            head = jsonl.JsonlReader(self.spec.storage_options).read(Split(file, 0, 1, _SAMPLED_ROWS))
+            records = itertools.chain.from_iterable(batch.records or [] for batch in head)
+            names = list(itertools.chain.from_iterable(record for record in records if record is not None))
+        else:
+            if file.key not in self._names:
+                self._scan(file)
+            names = self._names[file.key]
+        return [*names, *hive_columns(file.key)]
+
+    def _dataset(self, file: InputFile) -> Dataset:
+        if file.key not in self._datasets:
+            self.files()
+        if file.key not in self._datasets:
+            raise JobError(f"input.path: dataset {file.key} is gone")
+        return self._datasets[file.key]
+
+
+def to_records(table: pa.Table) -> list[dict[str, Any]]:
+    """The rows of an Arrow table as dicts; a date or time beyond Python's calendar becomes text."""
+    columns = [_to_python(column) for column in table.columns]
+    return [
+        {name: values[i] for name, values in zip(table.column_names, columns, strict=True)} for i in range(len(table))
+    ]
+
+
+def _to_python(column: pa.ChunkedArray) -> list[Any]:
+    try:
+        return list(column.to_pylist())
+    except (ValueError, OverflowError):
+        return [_cell(scalar) for scalar in column]
+
+
+def _cell(scalar: pa.Scalar) -> Any:
+    try:
+        return scalar.as_py()
+    except (ValueError, OverflowError):
+        pass
+    try:
+        return scalar.cast(pa.string()).as_py()
+    except pa.ArrowException:  # within a list or struct
+        return f"<{scalar.type} out of range>"
+
+
+def _each_file(read: Callable[[InputFile], T], files: Iterable[InputFile]) -> list[T]:
+    """``read`` of every file; raises one JobError that names every file that could not be read."""
+    faults: list[str] = []
+
+    def attempt(file: InputFile) -> list[T]:
+        try:
+            return [read(file)]
+        except (UnreadableFileError, OSError) as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+            faults.append(f"input.path: {file.path}: {reason}")
+            return []
+
+    with ThreadPoolExecutor(_SCAN_THREADS) as pool:
+        results = list(itertools.chain.from_iterable(pool.map(attempt, files)))
+    if faults:
+        raise JobError("\n".join(sorted(faults)))
+    return results
+
+
+def _add_columns(batch: Batch, columns: dict[str, str | None]) -> Batch:
+    """With constant columns at the end, where a row has none of that name."""
+    if batch.table is None:
+        records = [r if r is None else r | {k: v for k, v in columns.items() if k not in r} for r in batch.records or []]
+        return replace(batch, records=records)
+    table = batch.table
+    for name, value in columns.items():
+        if name not in table.column_names:
+            table = table.append_column(name, pa.repeat(pa.scalar(value, pa.string()), len(table)))
+    return replace(batch, table=table)
+
+
+def _filter(batch: Batch, where: Where) -> Batch:
+    """Only the rows that ``where`` keeps, or cannot judge: those stay with an error."""
+    records: Sequence[dict[str, Any] | None] = batch.records or []
+    if batch.table is not None:
+        records = to_records(batch.table.select([n for n in where.columns if n in batch.table.column_names]))
+    errors = list(batch.errors)
+    kept = []
+    for index, record in enumerate(records):
+        try:
+            if record is None or where.holds(record):
+                kept.append(index)
+        except ValueError as error:
+            errors[index] = row_error("bad_filter", str(error))
+            kept.append(index)
+    return Batch(
+        [batch.rows[i] for i in kept],
+        [errors[i] for i in kept],
+        None if batch.table is None else batch.table.take(kept),
+        None if batch.records is None else [batch.records[i] for i in kept],
+    )
+
+
+def _project(batch: Batch, columns: Sequence[str]) -> Batch:
+    """With those of ``columns`` that there are."""
+    if batch.table is None:
+        records = [r if r is None else {name: r[name] for name in columns if name in r} for r in batch.records or []]
+        return replace(batch, records=records)
+    return replace(batch, table=batch.table.select([name for name in columns if name in batch.table.column_names]))
