@@ -23,7 +23,7 @@ _PLAIN = {GGMLType.F32: torch.float32, GGMLType.F16: torch.float16, GGMLType.BF1
 
 
 def row_bytes(kind: int, n: int) -> int:
-    """Bytes that a row of ``n`` numbers takes. Raises ``ValueError`` if encoding ``kind`` is unknown or has no such rows."""
+    """Bytes that a row of ``n`` numbers takes. Raises ``ValueError`` if encoding ``kind`` is unknown or cannot be."""
     block, size = gguf.GGML_QUANT_SIZES[GGMLType(kind)]
     if n % block:
         raise ValueError(f"a row of {n} numbers is not a whole number of {GGMLType(kind).name} blocks")

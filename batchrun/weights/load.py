@@ -12,7 +12,9 @@ from batchrun.weights.source import StoredTensor, WeightSource, open_weights
 
 __all__ = ["Loader", "open_weights"]
 
-_JUNK = re.compile(r"rotary_emb\.inv_freq$")  # a buffer that old checkpoints saved although it follows from the config
+# What a model may leave: a buffer that old checkpoints saved although it follows from the config, and the output
+# projection, stored beside the embedding that a tied model uses in its place.
+_JUNK = re.compile(r"rotary_emb\.inv_freq$|^lm_head\.weight$")
 _MAX_SHOWN = 8
 
 
@@ -54,9 +56,9 @@ class Loader:
         """The weight of a linear layer ``[out, in]``; of several that share their input, joined along ``out``."""
         return Dense(self.take(*names, shape=shape))
 
-    def finish(self, *, tied: bool = False) -> None:
-        """Fail if some tensor was never taken. With ``tied``, a stored ``lm_head.weight`` is the embedding again."""
-        left = sorted(name for name in self._left if not _JUNK.search(name) and not (tied and name == "lm_head.weight"))
+    def finish(self) -> None:
+        """Fail if some tensor was never taken: a model that leaves part of a checkpoint is not that checkpoint's."""
+        left = sorted(name for name in self._left if not _JUNK.search(name))
         if left:
             more = f" and {len(left) - _MAX_SHOWN} more" if len(left) > _MAX_SHOWN else ""
             shown = ", ".join(left[:_MAX_SHOWN])
