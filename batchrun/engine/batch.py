@@ -1,0 +1,108 @@
+"""The flat arrays of one step, built on the host from the scheduler's rows: ids stay on the device, positions travel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batchrun.engine.request import Request, Step, StepRow
+from batchrun.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """What attention and the KV write need to know of a step, for one KV group. All int32 but ``slots``.
+
+    Row ``i``'s queries are the last ``cu_q[i + 1] - cu_q[i]`` of its ``kv_len[i]`` positions.
+    """
+
+    cu_q: Tensor  # [B + 1]
+    kv_len: Tensor  # [B]
+    block_table: Tensor  # [B, P] block ids; entries past a row's length, or behind its window, are 0
+    slots: Tensor  # [T] int64, block * block_size + offset: where each token's KV goes
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """A row of logits that becomes a token."""
+
+    slot: int  # row of the token buffer
+    position: int  # where the sampled token goes: the number of tokens before it
+    n_prompt: int
+    params: SamplingParams
+    noise_key: int
+    stop_ids: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredRow:
+    """A run of prompt tokens whose log-probabilities are wanted."""
+
+    first: int  # index into the step's tokens
+    count: int
+    targets: list[int]  # the token after each of them
+    top: int  # how many most likely tokens beside it
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step on its way to the device."""
+
+    uploads: list[tuple[int, np.ndarray]]  # (slot, token ids): requests that are new on the device
+    token_rows: Tensor  # [T] int64: row of the token buffer
+    positions: Tensor  # [T] int64
+    groups: list[Attention]
+    logit_rows: Tensor  # [S] int64: tokens whose logits are sampled from
+    samples: list[SampleRow]  # S of them
+    scored: list[ScoredRow | None]  # one per row of the step
+
+
+def build_batch(step: Step, block_size: int, n_groups: int) -> Batch:
+    """Lay out a step. Cost is linear in rows and tokens; nothing here touches the device."""
+    rows = step.rows
+    starts = np.fromiter((row.start for row in rows), np.int64, len(rows))
+    counts = np.fromiter((row.n for row in rows), np.int64, len(rows))
+    ends = np.cumsum(counts)
+    row_of_token = np.repeat(np.arange(len(rows)), counts)
+    positions = np.arange(int(ends[-1])) - (ends - counts)[row_of_token] + starts[row_of_token]
+    buffer_rows = np.fromiter((row.request.slot for row in rows), np.int64, len(rows))
+    cu_q = torch.from_numpy(np.concatenate(([0], ends)).astype(np.int32))
+    kv_len = torch.from_numpy((starts + counts).astype(np.int32))
+    groups = []
+    for group in range(n_groups):
+        table = _block_table([row.request.blocks[group] for row in rows])
+        slots = table[row_of_token, positions // block_size].astype(np.int64) * block_size + positions % block_size
+        groups.append(Attention(cu_q, kv_len, torch.from_numpy(table), torch.from_numpy(slots)))
+    return Batch(
+        uploads=[(request.slot, np.asarray(request.tokens, np.int64)) for request in step.admitted],
+        token_rows=torch.from_numpy(buffer_rows[row_of_token]),
+        positions=torch.from_numpy(positions),
+        groups=groups,
+        logit_rows=torch.from_numpy(np.asarray([e - 1 for e, row in zip(ends, rows, strict=True) if row.samples], int)),
+        samples=[_sample_row(row.request, row.start + row.n) for row in rows if row.samples],
+        scored=[_scored_row(row, int(end) - row.n) for row, end in zip(rows, ends, strict=True)],
+    )
+
+
+def _block_table(held: list[list[int]]) -> np.ndarray:
+    table = np.zeros((len(held), max(map(len, held))), np.int32)
+    for line, blocks in zip(table, held, strict=True):
+        line[: len(blocks)] = blocks
+    return table
+
+
+def _sample_row(request: Request, position: int) -> SampleRow:
+    return SampleRow(
+        request.slot, position, request.n_prompt, request.params, request.noise_key, request.stop_ids
+    )
+
+
+def _scored_row(row: StepRow, first: int) -> ScoredRow | None:
+    request = row.request
+    if request.params.prompt_logprobs is None:
+        return None
+    targets = request.tokens[row.start + 1 : min(row.start + row.n + 1, request.n_prompt)]
+    return ScoredRow(first, len(targets), targets, request.params.prompt_logprobs)

@@ -1,0 +1,279 @@
+"""The engine: requests in, finished requests out, one loop that schedules the next step while the last one runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+
+from batchrun.data.rows import TokenLogprob
+from batchrun.engine import memory
+from batchrun.engine.batch import build_batch
+from batchrun.engine.blocks import BlockPool
+from batchrun.engine.executor import Executor
+from batchrun.engine.request import Request, Step, StepOutput, noise_key
+from batchrun.engine.scheduler import KVGroup, Limits, Scheduler
+from batchrun.engine.stop import finish_reason, output_text
+from batchrun.errors import JobError
+from batchrun.job import EngineSpec, ModelSpec
+from batchrun.model_files import ModelFiles, resolve
+from batchrun.models.decoder import Decoder
+from batchrun.models.families import model_config
+from batchrun.ops import backend
+from batchrun.sampling import SamplingParams
+from batchrun.tokenizer import Tokenizer
+from batchrun.weights.load import Loader, open_weights
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+
+_WINDOW = 4096  # prompts that `generate` takes in and orders at once
+
+
+@dataclass(slots=True)
+class Result:
+    """What one prompt of `Engine.generate` ended as; ``error`` says why it could not run."""
+
+    index: int  # position of its prompt
+    text: str = ""
+    token_ids: tuple[int, ...] = ()  # generated only, the stop token included
+    finish_reason: str | None = None  # "stop" | "length"
+    prompt_tokens: int = 0
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Where the engine stands. Token counts are totals since it was made."""
+
+    running: int
+    waiting: int
+    kv_used: float  # fraction of the pool's blocks that requests hold
+    steps: int
+    computed_tokens: int
+    cached_tokens: int
+    admitted_tokens: int
+    output_tokens: int
+    preemptions: int
+
+
+class Engine:
+    """A model ready to generate.
+
+    ``model`` is a directory, a GGUF file, a Hub id or a ``pypi://`` reference. Keywords are those under ``model:`` and
+    ``engine:`` of a job file: ``dtype``, ``reproducible``, ``device``, ``max_num_seqs``, ``kv_cache_memory``, ...
+    Raises `JobError` for a model or a setting that cannot work.
+    """
+
+    def __init__(self, model: str | ModelFiles, **options: Any) -> None:
+        files = model if isinstance(model, ModelFiles) else None
+        name = files.reference if files else str(model)
+        unknown = set(options) - set(ModelSpec.model_fields) - set(EngineSpec.model_fields)
+        if unknown:
+            raise TypeError(f"unknown engine option {', '.join(sorted(unknown))}")
+        self.model_spec = ModelSpec(
+            name_or_path=name, **{k: v for k, v in options.items() if k in ModelSpec.model_fields}
+        )
+        self.spec = EngineSpec(**{k: v for k, v in options.items() if k in EngineSpec.model_fields})
+        self.files = files or resolve(name, self.model_spec.revision)
+        self.tokenizer = Tokenizer.load(self.files)
+        self._load()
+        self._in_flight: tuple[Step, Future[StepOutput]] | None = None
+
+    def _load(self) -> None:
+        spec, raw = self.spec, self.files.config
+        config = model_config(raw)
+        device = memory.resolve_device(spec.device)
+        dtype = memory.resolve_dtype(self.model_spec.dtype, device)
+        self.max_model_len = memory.resolve_max_model_len(raw, self.model_spec)
+        bytes_per_token = memory.kv_bytes_per_token(raw, memory.DTYPE_BYTES[dtype])
+        torch_device, torch_dtype = torch.device(device), getattr(torch, dtype)
+        ops = backend(device, reproducible=self.model_spec.reproducible)
+        loader = Loader(open_weights(self.files), dtype=torch_dtype, device=torch_device)
+        decoder = Decoder(config, loader, ops, self.max_model_len)
+        free = memory.available_memory() if device == "cpu" else _free_gpu_memory(spec.gpu_memory_utilization)
+        budget = memory.kv_budget(
+            spec, device, bytes_per_token=bytes_per_token, max_model_len=self.max_model_len, free=free
+        )
+        n_blocks = budget // (bytes_per_token * spec.block_size)
+        max_num_seqs = memory.resolve_max_num_seqs(spec, device)
+        self.executor = Executor(
+            decoder,
+            device=torch_device,
+            dtype=torch_dtype,
+            n_blocks=n_blocks,
+            block_size=spec.block_size,
+            max_num_seqs=max_num_seqs,
+            max_model_len=self.max_model_len,
+            num_threads=None if spec.num_threads == "auto" else spec.num_threads,
+        )
+        limits = Limits(
+            max_num_seqs, memory.resolve_max_num_batched_tokens(spec, device), spec.enable_prefix_caching
+        )
+        groups = [
+            KVGroup(tuple(i for i, w in enumerate(config.windows) if w == window), window) for window in decoder.windows
+        ]
+        self.scheduler = Scheduler(groups, [BlockPool(n_blocks, spec.block_size) for _ in groups], limits)
+
+    # ---- requests
+
+    def request(
+        self,
+        key: Any,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        noise: int,
+        output_ids: Sequence[int] = (),
+    ) -> Request:
+        """A request for `add`. ``output_ids`` were generated earlier: they are prefilled, and generation goes on.
+
+        Raises ValueError where the model cannot take the prompt.
+        """
+        if not prompt_ids:
+            raise ValueError("the prompt has no tokens")
+        if len(prompt_ids) >= self.max_model_len:
+            raise ValueError(f"the prompt has {len(prompt_ids)} tokens; model.max_model_len is {self.max_model_len}")
+        vocab_size = self.executor.model.config.vocab_size
+        if not 0 <= min(prompt_ids) <= max(prompt_ids) < vocab_size:
+            raise ValueError(f"the prompt has token ids outside the vocabulary of {vocab_size}")
+        eos = () if params.ignore_eos else self.tokenizer.eos_token_ids
+        return Request(
+            key=key,
+            tokens=[*prompt_ids, *output_ids],
+            n_prompt=len(prompt_ids),
+            params=params,
+            noise_key=noise,
+            stop_ids=frozenset(eos) | frozenset(i for i in params.stop_token_ids if i < vocab_size),
+            max_total=min(len(prompt_ids) + params.max_tokens, self.max_model_len),
+        )
+
+    def add(self, request: Request) -> None:
+        """Queue a request; `step` returns it when it has finished."""
+        self.scheduler.add(request)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or self._in_flight is not None
+
+    def step(self) -> list[Request]:
+        """Launch the next step, then settle the one before it, which ran meanwhile; returns what finished."""
+        step = self.scheduler.schedule()
+        live = None
+        if step is not None:
+            batch = build_batch(step, self.spec.block_size, len(self.scheduler.groups))
+            live = (step, self.executor.launch(batch))
+        previous, self._in_flight = self._in_flight, live
+        return self._settle(*previous) if previous else []
+
+    def drain(self) -> list[Request]:
+        """Settle what is in flight without scheduling more; returns what finished. Requests keep what they have."""
+        previous, self._in_flight = self._in_flight, None
+        return self._settle(*previous) if previous else []
+
+    def _settle(self, step: Step, running: Future[StepOutput]) -> list[Request]:
+        finished = []
+        for request in self.scheduler.settle(step, running.result()):
+            reason = finish_reason(request, self.tokenizer)
+            if reason is not None:
+                self.scheduler.finish(request, reason)
+                finished.append(request)
+        return finished
+
+    def text(self, request: Request) -> str:
+        """The generated text of a request."""
+        return output_text(request, self.tokenizer)
+
+    def unfinished(self) -> list[Request]:
+        """Requests that were added and have not finished, running ones first."""
+        return [*self.scheduler.running, *self.scheduler.waiting]
+
+    def stats(self) -> EngineStats:
+        scheduler, counters = self.scheduler, self.scheduler.counters
+        usable = sum(pool.n_usable for pool in scheduler.pools)
+        held = usable - sum(pool.n_free for pool in scheduler.pools)
+        return EngineStats(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            kv_used=held / usable,
+            steps=counters.steps,
+            computed_tokens=counters.computed_tokens,
+            cached_tokens=counters.cached_tokens,
+            admitted_tokens=counters.admitted_tokens,
+            output_tokens=counters.output_tokens,
+            preemptions=counters.preemptions,
+        )
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the KV of finished requests."""
+        for pool in self.scheduler.pools:
+            pool.clear_cache()
+
+    def close(self) -> None:
+        """Stop the executor's thread."""
+        self.drain()
+        self.executor.close()
+
+    # ---- for Python users
+
+    def generate(
+        self, prompts: Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Iterator[Result]:
+        """Generate for every prompt and yield results in order of completion.
+
+        A prompt is text, a list of token ids, or a list of chat messages. ``params`` is one for all, or one per prompt.
+        A prompt that cannot run yields a `Result` with ``error``; the others are not affected. ``seed`` None draws fresh
+        noise for every prompt.
+        """
+        entropy = os.urandom(8).hex()
+        numbered = enumerate(prompts)
+        while window := list(islice(numbered, _WINDOW)):
+            requests = []
+            for index, prompt in window:
+                chosen = params[index] if isinstance(params, Sequence) else params or SamplingParams()
+                noise = noise_key("seed", chosen.seed) if chosen.seed is not None else noise_key(entropy, index)
+                try:
+                    requests.append(self.request(index, self._prompt_ids(prompt), chosen, noise))
+                except (ValueError, JobError) as error:
+                    yield Result(index, error=str(error))
+            for request in sorted(requests, key=lambda request: request.tokens):
+                self.add(request)
+            while self.has_work:
+                yield from map(self._result, self.step())
+
+    def _prompt_ids(self, prompt: Prompt) -> Sequence[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt, add_special_tokens=True)
+        if prompt and isinstance(prompt[0], Mapping):
+            rendered = self.tokenizer.render_chat([dict(message) for message in prompt])  # type: ignore[call-overload]
+            return self.tokenizer.encode(rendered, add_special_tokens=False)
+        return [int(token) for token in prompt]  # type: ignore[call-overload]
+
+    def _result(self, request: Request) -> Result:
+        params = request.params
+        return Result(
+            index=request.key,
+            text=self.text(request),
+            token_ids=tuple(request.output_ids),
+            finish_reason=request.finish_reason,
+            prompt_tokens=request.n_prompt,
+            logprobs=request.logprobs if params.logprobs is not None else None,
+            prompt_logprobs=prompt_logprobs(request),
+        )
+
+
+def prompt_logprobs(request: Request) -> list[TokenLogprob] | None:
+    """Log-probabilities of the prompt's tokens, the first one's null; None where they were not asked for."""
+    if request.params.prompt_logprobs is None:
+        return None
+    return [TokenLogprob(request.tokens[0], None), *request.prompt_logprobs]
+
+
+def _free_gpu_memory(utilization: float) -> int:
+    free, total = torch.cuda.mem_get_info()
+    return int(free - (1 - utilization) * total)

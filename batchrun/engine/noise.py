@@ -1,0 +1,59 @@
+"""Counter-based noise: a request's randomness depends on its key, the position and the vocabulary id, and on nothing else.
+
+Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) in int64 arithmetic, which wraps the
+same way on every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+_MASK = 0xFFFFFFFF
+_MULTIPLY = (0xD2511F53, 0xCD9E8D57)
+_BUMP = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+_TILE = 16_384  # elements; below torch's parallel grain and a multiple of every vector width
+
+MAX_GUMBEL = 17.4  # -log(-log(u)) of the largest u that `uniform` draws is below this
+
+
+def philox(key: Tensor, position: Tensor, word: Tensor) -> Tensor:
+    """First output word of Philox4x32-10 (int64 holding 32 bits) at counter ``(word, position, 0, 0)``.
+
+    ``key`` is int64 (all 64 bits used), the three broadcast against each other.
+    """
+    k0, k1 = key & _MASK, (key >> 32) & _MASK
+    c0, c1 = torch.broadcast_tensors(word & _MASK, position & _MASK)
+    c2, c3 = torch.zeros_like(c0), torch.zeros_like(c0)
+    for _ in range(_ROUNDS):
+        p0, p1 = c0 * _MULTIPLY[0], c2 * _MULTIPLY[1]
+        c0, c1, c2, c3 = ((p1 >> 32) & _MASK) ^ c1 ^ k0, p1 & _MASK, ((p0 >> 32) & _MASK) ^ c3 ^ k1, p0 & _MASK
+        k0, k1 = (k0 + _BUMP[0]) & _MASK, (k1 + _BUMP[1]) & _MASK
+    return c0
+
+
+def uniform(key: Tensor, position: Tensor, word: Tensor) -> Tensor:
+    """float64 in (0, 1), on a grid of 2^-24 (its middle points), so that float32 devices draw the same values."""
+    return ((philox(key, position, word) >> 8).double() + 0.5) * 2.0**-24
+
+
+def gumbel(key: Tensor, position: Tensor, word: Tensor) -> Tensor:
+    """Standard Gumbel noise, float32: adding it to logits and taking the largest samples their softmax."""
+    return tiled(lambda u: -torch.log(-torch.log(u)), uniform(key, position, word)).float()
+
+
+def tiled(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """An elementwise function applied in tiles of a fixed size, so that each element's bits depend on it alone.
+
+    torch computes the elements beyond the last full vector, of the tensor or of a thread's share, by another routine.
+    """
+    flat = x.reshape(-1)
+    n = flat.numel()
+    if n == 0:
+        return function(x)
+    padded = flat.new_ones(-(-n // _TILE) * _TILE)
+    padded[:n] = flat
+    return torch.cat([function(tile) for tile in padded.split(_TILE)])[:n].view(x.shape)

@@ -1,0 +1,126 @@
+"""Logits to tokens and log-probabilities, row by row: a row's result never depends on the rows beside it.
+
+Sampling is Gumbel-max over counter-based noise. Noise is drawn only for tokens that can still win: no Gumbel value exceeds
+:data:`noise.MAX_GUMBEL`, so a token whose logit is further than that below the best score so far is out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from batchrun.data.rows import TokenLogprob
+from batchrun.engine.batch import SampleRow
+from batchrun.engine.noise import MAX_GUMBEL, gumbel
+from batchrun.sampling import SamplingParams
+
+_PROBE = 16  # most likely tokens whose noise is drawn first, for a score to beat
+_HEAD = 1024  # most likely tokens in which top_p is looked for first
+
+
+def sample(logits: Tensor, rows: Sequence[SampleRow], token_buffer: Tensor) -> Tensor:
+    """Choose a token for each row.
+
+    ``logits`` [S, V] float32 is modified in place. ``token_buffer`` [slots, length] int64 holds each request's tokens up to
+    its row's position. Returns [S] int64 ids on the logits' device.
+    """
+    for index, row in enumerate(rows):
+        _adjust(logits[index], row, token_buffer)
+    best = logits.max(dim=-1).indices
+    drawn = [index for index, row in enumerate(rows) if not row.params.greedy]
+    if drawn:
+        index = torch.tensor(drawn, device=logits.device)
+        best[index] = _draw(logits[index], [rows[i] for i in drawn])
+    return best
+
+
+def _adjust(logits: Tensor, row: SampleRow, token_buffer: Tensor) -> None:
+    """Apply penalties and ``min_tokens`` to one row of logits, in place."""
+    params = row.params
+    if params.has_penalties:
+        tokens = token_buffer[row.slot, : row.position]
+        output = tokens[row.n_prompt :]
+        if params.repetition_penalty != 1.0:
+            seen = tokens.unique()
+            values = logits[seen]
+            penalty = params.repetition_penalty
+            logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
+        ids, counts = output.unique(return_counts=True)
+        logits[ids] -= params.frequency_penalty * counts + params.presence_penalty
+    if row.position - row.n_prompt < params.min_tokens and row.stop_ids:
+        logits[torch.tensor(sorted(row.stop_ids), device=logits.device)] = -math.inf
+
+
+def _draw(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    """Sample each row of logits [R, V] under its temperature and filters; returns [R] ids."""
+    device = logits.device
+    temperature = torch.tensor([row.params.temperature for row in rows], dtype=torch.float32, device=device)
+    scaled = logits / temperature[:, None]
+    key = torch.tensor([_signed(row.noise_key) for row in rows], dtype=torch.int64, device=device)
+    position = torch.tensor([row.position for row in rows], dtype=torch.int64, device=device)
+
+    values, ids = scaled.topk(min(_PROBE, scaled.shape[1]), dim=-1)
+    reached = (values + gumbel(key[:, None], position[:, None], ids)).amax(dim=-1)
+    floor = reached - MAX_GUMBEL
+    for index, row in enumerate(rows):
+        params = row.params
+        if params.min_p > 0 or params.top_k > 0 or params.top_p < 1:
+            # What the probe reached may be filtered out, so the filter alone decides.
+            floor[index] = _cutoff(scaled[index], params)
+    line, token = (scaled >= floor[:, None]).nonzero(as_tuple=True)
+    score = scaled[line, token] + gumbel(key[line], position[line], token)
+    best = torch.full_like(floor, -math.inf).scatter_reduce_(0, line, score, "amax")
+    wins = score == best[line]
+    return torch.full_like(position, scaled.shape[1]).scatter_reduce_(0, line[wins], token[wins], "amin")
+
+
+def _cutoff(row: Tensor, params: SamplingParams) -> Tensor:
+    """The smallest scaled logit that ``min_p``, ``top_k`` and ``top_p`` keep, applied in this order, of a row [V]."""
+    size = len(row)
+    cut = row.max() + math.log(params.min_p) if params.min_p > 0 else row.new_tensor(-math.inf)
+    if 0 < params.top_k < size:
+        cut = torch.maximum(cut, row.topk(params.top_k).values[-1])
+    if params.top_p < 1:
+        total = row.masked_fill(row < cut, -math.inf).logsumexp(-1)
+        for count in (min(_HEAD, size), size):
+            head = row.topk(count).values
+            mass = (head - total).exp()
+            kept = int((mass.cumsum(-1) - mass < params.top_p).sum())  # those preceded by less than top_p
+            if kept < count:
+                break
+        cut = torch.maximum(cut, head[kept - 1])
+    return cut
+
+
+def _signed(key: int) -> int:
+    """The same 64 bits as a signed integer."""
+    return key - (1 << 64) if key >= 1 << 63 else key
+
+
+def logprobs(logits: Tensor, targets: Tensor, top: Sequence[int | None]) -> list[TokenLogprob | None]:
+    """Log-probabilities of ``targets`` [N] under raw ``logits`` [N, V] float32, for rows whose ``top`` is not None.
+
+    ``top`` says how many of the most likely tokens to list beside the target.
+    """
+    wanted = [index for index, count in enumerate(top) if count is not None]
+    out: list[TokenLogprob | None] = [None] * len(top)
+    if not wanted:
+        return out
+    index = torch.tensor(wanted, device=logits.device)
+    table = torch.log_softmax(logits[index], dim=-1)
+    of_target = table.gather(1, targets[index][:, None])[:, 0].tolist()
+    target_ids = targets[index].tolist()
+    most = max(count or 0 for count in top)
+    values, ids = table.topk(most, dim=-1) if most else (table[:, :0], table[:, :0].long())
+    for line, row in enumerate(wanted):
+        count = top[row] or 0
+        listed = list(zip(ids[line, :count].tolist(), map(_finite, values[line, :count].tolist()), strict=True))
+        out[row] = TokenLogprob(target_ids[line], _finite(of_target[line]), listed)
+    return out
+
+
+def _finite(value: float) -> float | None:
+    return None if value == -math.inf else value

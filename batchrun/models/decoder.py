@@ -1,0 +1,126 @@
+"""One decoder for the Llama family, driven by `ModelConfig`; it knows nothing of storage formats, batching or devices.
+
+The forward pass is packed: the tokens of all rows lie one after the other, and only attention knows which belong together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from batchrun.engine.batch import Attention
+from batchrun.models.config import ModelConfig
+from batchrun.models.rope import rope_table
+from batchrun.weights.formats import Dense
+from batchrun.weights.load import Loader
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A weight ``[out, in]`` and an optional bias ``[out]``."""
+
+    weight: Dense
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The weights of one layer; q, k and v are one matrix, and so are gate and up."""
+
+    input_norm: Tensor
+    qkv: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    output: Linear
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+    window: int | None
+    group: int  # KV group, and the layer's place within it
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """Keys and values of one KV group: ``[layers, n_blocks, HKV, block_size, D]`` each."""
+
+    keys: Tensor
+    values: Tensor
+
+
+class Decoder:
+    """A decoder-only transformer. ``ops`` is a module of `batchrun.ops`."""
+
+    def __init__(self, config: ModelConfig, loader: Loader, ops: ModuleType, max_model_len: int) -> None:
+        self.config = config
+        self.ops = ops
+        self.windows = sorted(set(config.windows), key=lambda window: (window is not None, window or 0))
+        self.cos_sin = rope_table(config.rope, config.head_dim, max_model_len).to(loader.device)
+        self.embedding = loader.take_linear("model.embed_tokens.weight", shape=(config.vocab_size, config.hidden_size))
+        self.layers = [self._layer(loader, index) for index in range(config.n_layers)]
+        self.norm = loader.take("model.norm.weight")
+        tied = config.tie_embeddings or not loader.has("lm_head.weight")
+        self.head = Linear(self.embedding if tied else loader.take_linear("lm_head.weight"))
+        loader.finish()
+
+    def _layer(self, loader: Loader, index: int) -> Layer:
+        config = self.config
+        prefix = f"model.layers.{index}."
+
+        def linear(bias: bool, *names: str) -> Linear:
+            stems = [f"{prefix}{name}" for name in names]
+            weight = loader.take_linear(*(f"{stem}.weight" for stem in stems))
+            return Linear(weight, torch.cat([loader.take(f"{stem}.bias") for stem in stems]) if bias else None)
+
+        attention, mlp = "self_attn.", "mlp."
+        window = config.windows[index]
+        return Layer(
+            input_norm=loader.take(f"{prefix}input_layernorm.weight"),
+            qkv=linear(config.qkv_bias, *(f"{attention}{name}_proj" for name in "qkv")),
+            q_norm=loader.take(f"{prefix}{attention}q_norm.weight") if config.qk_norm else None,
+            k_norm=loader.take(f"{prefix}{attention}k_norm.weight") if config.qk_norm else None,
+            output=linear(config.output_bias, f"{attention}o_proj"),
+            mlp_norm=loader.take(f"{prefix}post_attention_layernorm.weight"),
+            gate_up=linear(config.mlp_bias, f"{mlp}gate_proj", f"{mlp}up_proj"),
+            down=linear(config.mlp_bias, f"{mlp}down_proj"),
+            window=window,
+            group=self.windows.index(window),
+            place=config.windows[:index].count(window),
+        )
+
+    def forward(
+        self, ids: Tensor, positions: Tensor, groups: Sequence[Attention], caches: Sequence[KVCache]
+    ) -> Tensor:
+        """Hidden states [T, H] of packed tokens ``ids`` [T] at ``positions`` [T], after the final norm.
+
+        Writes the tokens' keys and values into ``caches``, which with ``groups`` stand in the order of `windows`.
+        """
+        ops, config = self.ops, self.config
+        scale = config.head_dim**-0.5
+        residual = self.embedding.rows(ids)
+        hidden = ops.rms_norm(residual, self.layers[0].input_norm, config.norm_eps)
+        following = [layer.input_norm for layer in self.layers[1:]] + [self.norm]
+        for layer, next_norm in zip(self.layers, following, strict=True):
+            batch, cache = groups[layer.group], caches[layer.group]
+            keys, values = cache.keys[layer.place], cache.values[layer.place]
+            qkv = ops.linear(hidden, layer.qkv.weight, layer.qkv.bias)
+            q = ops.rope_kv_write(
+                qkv, self.cos_sin, positions, batch.slots, keys, values, config.n_heads,
+                q_norm=layer.q_norm, k_norm=layer.k_norm, eps=config.norm_eps,
+            )  # fmt: skip
+            attended = ops.attention(q, keys, values, batch, scale=scale, window=layer.window)
+            hidden = ops.linear(attended.flatten(1), layer.output.weight, layer.output.bias)
+            hidden = ops.add_rms_norm(hidden, residual, layer.mlp_norm, config.norm_eps)
+            gated = ops.silu_mul(ops.linear(hidden, layer.gate_up.weight, layer.gate_up.bias))
+            hidden = ops.linear(gated, layer.down.weight, layer.down.bias)
+            hidden = ops.add_rms_norm(hidden, residual, next_norm, config.norm_eps)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [N, V] float32 of hidden states [N, H]."""
+        logits: Tensor = self.ops.linear(hidden, self.head.weight, self.head.bias)
+        return logits.float()
