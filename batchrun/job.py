@@ -36,13 +36,12 @@ def expand_path(path: str) -> str:
 
 
 def _check_template(template: str) -> str:
-    from jinja2 import TemplateSyntaxError
-    from jinja2.sandbox import SandboxedEnvironment
+    from batchrun.data.template import RowTemplate
 
     try:
-        SandboxedEnvironment().parse(template)
-    except TemplateSyntaxError as error:
-        raise ValueError(f"line {error.lineno} of the template: {error.message}") from None
+        RowTemplate(template, "template")
+    except JobError as error:
+        raise ValueError(str(error)) from None
     return template
 
 
@@ -162,13 +161,19 @@ class JobSpec(_Section):
     def configuration(self, *, revision: str, dtype: str, max_model_len: int, numerics: str) -> dict[str, Any]:
         """What the results depend on, as plain JSON data: two runs may share an output only where these are equal.
 
-        The caller supplies what the job file leaves open: the resolved ``revision`` of the model, its ``dtype``, its
-        context, and the name of the ``numerics`` that it runs with. Paths of input and output, credentials, limits
-        and everything under ``engine`` and ``errors`` are left out.
+        The caller supplies what the job file leaves open: the ``revision`` that identifies the model's files, its
+        ``dtype``, its context, and the name of the ``numerics`` that it runs with. Paths, the model's among them,
+        credentials, limits and everything under ``engine`` and ``errors`` are left out.
         """
-        resolved = {"revision": revision, "dtype": dtype, "max_model_len": max_model_len, "numerics": numerics}
+        model = {
+            "revision": revision,
+            "dtype": dtype,
+            "max_model_len": max_model_len,
+            "reproducible": self.model.reproducible,
+            "numerics": numerics,
+        }
         return {
-            "model": self.model.model_dump(mode="json") | resolved,
+            "model": model,
             "input": self.input.model_dump(mode="json", exclude={"path", "storage_options"}),
             "prompt": self.prompt.model_dump(mode="json"),
             "sampling": self.sampling.model_dump(mode="json"),

@@ -130,7 +130,12 @@ def test_template_syntax_is_checked_in_every_message(job_file: Path) -> None:
     text = GOOD.replace('  template: "Rate: {{ text }}"', '  messages:\n    - {role: user, content: "{{ text"}')
     job_file.write_text(text)
     [fault] = faults(job_file)
-    assert fault.startswith("8: prompt.messages.0.content: line 1 of the template: ")
+    assert fault.startswith("8: prompt.messages.0.content: template: line 1: ")
+
+
+def test_an_unknown_filter_is_a_fault_of_the_template(job_file: Path) -> None:
+    [fault] = faults(job_file, "prompt.template={{ text | uper }}")
+    assert "No filter named 'uper'" in fault
 
 
 def test_overrides_are_yaml_applied_in_order(job_file: Path) -> None:
@@ -204,6 +209,7 @@ def test_the_configuration_holds_what_results_depend_on(job_file: Path) -> None:
         "output.checkpoint_seconds=1",
         "input.path=elsewhere",
         "name=other",
+        "model.name_or_path=the/same/elsewhere",
         "input.storage_options={key: SECRET}",
         "output.storage_options={secret: SECRET}",
     ]
@@ -214,7 +220,6 @@ def test_the_configuration_holds_what_results_depend_on(job_file: Path) -> None:
         "sampling.temperature=0",
         "prompt.template=x",
         "model.reproducible=true",
-        "model.name_or_path=other",
         "input.where=[[a, '=', 1]]",
         "input.id_column=a",
         "output.columns={generated_text: label}",

@@ -179,7 +179,6 @@ def test_numbers_for_people() -> None:
         ("1h30m", 5400),
         ("04:00:00", 14400),
         ("1-00:00:30", 86430),
-        ("2:30", 9000),
     ],
 )
 def test_durations_are_read(text: str, seconds: float) -> None:

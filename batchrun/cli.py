@@ -1,0 +1,125 @@
+"""The command line. Commands parse, call one function each and print; nothing heavy is imported before it is needed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from batchrun import __version__
+from batchrun.errors import BatchrunError
+from batchrun.text import parse_duration
+
+
+class _Duration(click.ParamType[float]):
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, float):
+            return value
+        try:
+            return parse_duration(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+class _Commands(click.Group):
+    """Commands whose own errors are one readable text and an exit code; anything unexpected keeps its traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BatchrunError as error:
+            click.echo(f"Error: {error}", err=True)
+            ctx.exit(error.exit_code)
+
+
+_job = click.argument("job", type=click.Path(dir_okay=False))
+_set = click.option("--set", "overrides", multiple=True, metavar="A.B=VALUE", help="Override a field; VALUE is YAML.")
+_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="batchrun")
+def main() -> None:
+    """Offline batch inference for large language models: rows in, committed results out."""
+
+
+@main.command()
+@_job
+@_set
+def validate(job: str, overrides: tuple[str, ...]) -> None:
+    """Check a job: its file, input, columns, model and output. Loads no weights, writes nothing."""
+    from batchrun.job import load_job
+    from batchrun.preflight import preflight
+
+    spec = load_job(job, overrides)
+    click.echo(preflight(spec).describe())
+
+
+@main.command()
+@_job
+@_set
+@click.option("--limit", type=click.IntRange(min=1), help="Plan the first N rows only.")
+@_json
+def plan(job: str, overrides: tuple[str, ...], limit: int | None, as_json: bool) -> None:
+    """Say what a job will take: rows, tokens, shared prefixes, memory, steps and time. Loads no weights."""
+    from batchrun.job import load_job
+    from batchrun.plan import make_plan
+
+    made = make_plan(load_job(job, overrides), limit=limit)
+    click.echo(made.to_json() if as_json else made.describe())
+
+
+@main.command()
+@_job
+@_set
+@click.option("--limit", type=click.IntRange(min=1), help="Run the first N rows only; dropped later, the job goes on.")
+@click.option("--overwrite", is_flag=True, help="Discard what the output holds and start again.")
+@click.option("--dry-run", is_flag=True, help="Print the first prompt and its token ids, and stop.")
+@click.option("--max-time", type=_Duration(), help="Commit what is done after this time (90, 15m, 04:00:00), exit 75.")
+def submit(
+    job: str, overrides: tuple[str, ...], limit: int | None, overwrite: bool, dry_run: bool, max_time: float | None
+) -> None:
+    """Run a job, or go on with one that stopped. A finished job is left as it is."""
+    from batchrun.job import load_job
+
+    spec = load_job(job, overrides)
+    if dry_run:
+        from batchrun.preflight import preflight
+
+        click.echo(preflight(spec).first_prompt())
+        return
+    from batchrun.runner import run_job
+
+    sys.exit(run_job(spec, limit=limit, overwrite=overwrite, max_time=max_time))
+
+
+@main.command()
+@click.argument("target", metavar="JOB|OUT")
+@_set
+@_json
+def status(target: str, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Say how far a job is, from its job file or its output directory."""
+    from batchrun.observe.status import read_status
+
+    found = read_status(target, overrides)
+    click.echo(found.to_json() if as_json else found.describe())
+
+
+@main.command()
+@click.argument("target", metavar="FILE|JOB", type=click.Path(exists=True, dir_okay=False))
+@click.option("--against", type=click.Choice(["transformers"]), help="Measure this peer in the same run.")
+@click.option("--model", help="Model reference; a JSONL file alone runs the demo's.")
+@click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto")
+@click.option("--limit", type=click.IntRange(min=1), help="Measure the first N rows only.")
+@click.option("--threads", type=click.IntRange(min=1), help="CPU threads, of both sides.")
+@_set
+@_json
+def bench(target: str, as_json: bool, overrides: tuple[str, ...], **options: Any) -> None:
+    """Measure throughput on JSONL rows of `messages` or `prompt` and `max_tokens`, or on the rows of a job."""
+    from batchrun.bench import run_bench
+
+    click.echo(run_bench(Path(target), overrides=overrides, as_json=as_json, **options))

@@ -1,0 +1,294 @@
+"""What a job will take, before it takes it: rows, tokens, shared prefixes, KV memory, steps and time.
+
+Tokenizes the rows, or as many of them as a time limit allows, with the job's own prompts, and walks the sorted
+prompts as the engine will. Needs the model's configuration and tokenizer, not its weights, and no torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from batchrun.data.rows import PreparedRow, Row, Split
+from batchrun.engine import memory
+from batchrun.job import JobSpec
+from batchrun.preflight import Preflight, preflight
+from batchrun.text import format_bytes, format_count, format_duration, table
+
+_SAMPLE_SECONDS = 20.0
+_SAMPLE_ROWS = 50_000  # what the engine orders at once
+_CHUNK_ROWS = 256
+_BAR = 40
+_PROBE_SECONDS = 0.1
+_PROBE_SHAPE = (256, 1024, 1024)
+
+
+@dataclass(frozen=True)
+class TokenCounts:
+    """Lengths of the sampled prompts, in tokens."""
+
+    total: int
+    mean: float
+    smallest: int
+    median: int
+    p95: int
+    largest: int
+    histogram: list[tuple[int, int, int]]  # (from, to, prompts): from <= length < to
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> TokenCounts:
+        """``lengths`` must not be empty. The histogram's edges are powers of two."""
+        array = np.sort(np.asarray(lengths))
+        edges = [1 << k for k in range(int(array[0]).bit_length() - 1, int(array[-1]).bit_length() + 1)]
+        counts, _ = np.histogram(array, bins=edges)
+        return cls(
+            total=int(array.sum()),
+            mean=float(array.mean()),
+            smallest=int(array[0]),
+            median=int(np.median(array)),
+            p95=int(np.quantile(array, 0.95, method="higher")),
+            largest=int(array[-1]),
+            histogram=[(a, b, int(n)) for (a, b), n in zip(itertools.pairwise(edges), counts, strict=True)],
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan of a job. Figures of the whole job are scaled up from the sample where it is not all of it."""
+
+    job: str
+    files: list[tuple[str, int]]  # (key, rows)
+    rows: int  # before input.where; blank lines of JSONL included
+    sampled_rows: int
+    sampled_errors: dict[str, int]  # kind of row error -> sampled rows
+    prompts: TokenCounts | None  # None: no sampled row has a prompt
+    prefix_share: float  # of the prompt tokens, what the prefix cache will give, 0 to 1
+    prompt_tokens: int  # of all rows
+    output_tokens: int  # of all rows, were every one to reach its max_tokens
+    device: str
+    dtype: str
+    max_model_len: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+    kv_needed: int  # bytes, were all rows to run at once
+    kv_budget: int | None  # bytes; None: known when the model loads
+    concurrent: int  # sequences that run at once
+    steps: int
+    seconds: float | None  # None: no measure of this device
+    basis: str  # what the time is worked out from
+    notes: list[str] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2)
+
+    def describe(self) -> str:
+        """A readable table, ending in the histogram of prompt lengths."""
+        lines = [("rows", f"{self.rows:,} in {len(self.files):,} files"), ("sample", self._sample())]
+        if self.prompts is not None:
+            lines += self._costs(self.prompts)
+        text = f"{self.job}: plan\n{table(lines)}"
+        if self.prompts is not None:
+            text += f"\n\n  prompt tokens\n{_histogram(self.prompts.histogram)}"
+        return "\n".join([text, *(f"  note: {note}" for note in self.notes)])
+
+    def _sample(self) -> str:
+        errors = sum(self.sampled_errors.values())
+        kinds = ", ".join(f"{n:,} {kind}" for kind, n in sorted(self.sampled_errors.items()))
+        return f"{self.sampled_rows:,} rows tokenized, {errors:,} errors{f' ({kinds})' if kinds else ''}"
+
+    def _costs(self, prompts: TokenCounts) -> list[tuple[str, str]]:
+        spread = f"{prompts.smallest:,} to {prompts.largest:,}, median {prompts.median:,}, 95% under {prompts.p95:,}"
+        budget = "what the GPU has left" if self.kv_budget is None else format_bytes(self.kv_budget)
+        weights = f"{format_bytes(self.weight_bytes)} ({self.dtype} on {self.device})"
+        per_token = f"{format_bytes(self.kv_bytes_per_token)} a token"
+        lines = [
+            ("prompts", f"{format_count(self.prompt_tokens)} tokens; {spread}"),
+            ("prefixes", f"{self.prefix_share:.0%} of prompt tokens are shared and computed once"),
+            ("output", f"at most {format_count(self.output_tokens)} tokens"),
+            ("weights", weights),
+            ("KV", f"{per_token}, {format_bytes(self.kv_needed)} for all rows at once, {budget} to use"),
+            ("at once", f"{self.concurrent:,} sequences, {format_count(self.steps)} steps"),
+        ]
+        if self.seconds is not None:
+            lines.append(("time", f"about {format_duration(self.seconds)}: {self.basis}"))
+        return lines
+
+
+def make_plan(job: JobSpec, *, limit: int | None = None, sample_seconds: float = _SAMPLE_SECONDS) -> Plan:
+    """Plan ``job``, or its first ``limit`` rows. Raises JobError as :func:`~batchrun.preflight.preflight` does."""
+    checked = preflight(job)
+    splits = checked.source.splits(checked.inputs)
+    files = _rows_per_file(splits)
+    rows = sum(count for _, count in files)
+    planned = rows if limit is None else min(rows, limit)
+    sample = _sample(checked, splits, min(planned, _SAMPLE_ROWS), sample_seconds)
+    good = [row for row in sample if row.error is None]
+    errors: dict[str, int] = {}
+    for row in sample:
+        if row.error is not None:
+            kind = row.error.partition(":")[0]
+            errors[kind] = errors.get(kind, 0) + 1
+    scale = planned / len(sample) if sample else 0.0
+    notes = [
+        f"{split.file.path}: only {split.n_rows:,} rows can be read: {split.error}" for split in splits if split.error
+    ]
+    if len(sample) < planned:
+        notes.append("rows that are not in the sample are taken to be like those that are")
+    if job.input.where is not None:
+        notes.append("rows that input.where drops are counted among the rows")
+    costs = _costs(checked, good, scale)
+    return Plan(
+        job=job.name,
+        files=files,
+        rows=planned,
+        sampled_rows=len(sample),
+        sampled_errors=errors,
+        device=checked.device,
+        dtype=checked.dtype,
+        max_model_len=checked.max_model_len,
+        kv_budget=checked.kv_budget,
+        notes=notes,
+        **costs,
+    )
+
+
+def _rows_per_file(splits: Sequence[Split]) -> list[tuple[str, int]]:
+    counts: dict[str, int] = {}
+    for split in splits:
+        counts[split.file.key] = counts.get(split.file.key, 0) + split.n_rows
+    return list(counts.items())
+
+
+def _sample(checked: Preflight, splits: Sequence[Split], rows: int, seconds: float) -> list[PreparedRow]:
+    """Prepared rows: all of them if they are few, else the first of each split in turn until time is up."""
+    builder = checked.prompts()
+    deadline = time.monotonic() + seconds
+    prepared: list[PreparedRow] = []
+    for chunk in _chunks(checked, splits, rows):
+        prepared += builder.build(chunk)
+        if time.monotonic() > deadline:
+            break
+    return prepared
+
+
+def _chunks(checked: Preflight, splits: Sequence[Split], rows: int) -> Iterator[list[Row]]:
+    """At most ``rows`` rows, the splits taking turns, with no more than 64 of them (evenly spaced) open."""
+    spaced = splits[:: max(1, len(splits) // 64)]
+    whole = sum(split.n_rows for split in splits) <= rows
+    open_splits = [checked.source.rows(split) for split in (splits if whole else spaced)]
+    while open_splits and rows > 0:
+        for reader in list(open_splits):
+            chunk = list(itertools.islice(reader, min(_CHUNK_ROWS, rows)))
+            rows -= len(chunk)
+            if chunk:
+                yield chunk
+            else:
+                open_splits.remove(reader)
+
+
+def shared_tokens(prompts: Sequence[Sequence[int]], block_size: int) -> int:
+    """Prompt tokens that a prefix cache of whole blocks gives, were none ever evicted; the last token is computed."""
+    children: dict[tuple[int, tuple[int, ...]], int] = {}
+    hits = 0
+    for ids in prompts:
+        parent = 0
+        usable = (len(ids) - 1) // block_size
+        for block in range(len(ids) // block_size):
+            key = (parent, tuple(ids[block * block_size : (block + 1) * block_size]))
+            seen = children.get(key)
+            if seen is not None and block < usable:
+                hits += block_size
+            parent = children.setdefault(key, len(children) + 1)
+    return hits
+
+
+def _costs(checked: Preflight, rows: Sequence[PreparedRow], scale: float) -> dict[str, Any]:
+    """The figures of :class:`Plan` that follow from prepared rows, each standing for ``scale`` of the job's."""
+    config, engine = checked.model.config, checked.job.engine
+    width = memory.DTYPE_BYTES[checked.dtype]
+    per_token = memory.kv_bytes_per_token(config, width)
+    lengths = [len(row.token_ids) for row in rows]
+    outputs = [min(row.params.max_tokens, checked.max_model_len - len(row.token_ids)) for row in rows if row.params]
+    hits = shared_tokens([row.token_ids for row in rows], engine.block_size) if engine.enable_prefix_caching else 0
+    total, output = sum(lengths), sum(outputs)
+    n_rows = round(len(rows) * scale)
+    prompt_tokens, output_tokens = round(total * scale), round(output * scale)
+    computed = round((total - hits) * scale)
+    seqs = memory.resolve_max_num_seqs(engine, checked.device)
+    own_tokens = max(1.0, (total - hits + output) / max(1, len(rows)))  # of a sequence, beside what it shares
+    fitting = math.inf if checked.kv_budget is None else checked.kv_budget / per_token / own_tokens
+    concurrent = max(1, int(min(seqs, n_rows, fitting))) if n_rows else 0
+    batch = memory.resolve_max_num_batched_tokens(engine, checked.device)
+    decode_steps = max(math.ceil(output_tokens / max(1, concurrent)), max(outputs, default=0))
+    steps = max(decode_steps, math.ceil((computed + output_tokens) / batch)) if n_rows else 0
+    context = (total + output / 2) / max(1, len(rows))
+    seconds, basis = _time(checked, computed + output_tokens, output_tokens, steps, context)
+    return {
+        "prompts": TokenCounts.of(lengths) if lengths else None,
+        "prefix_share": hits / max(1, total),
+        "prompt_tokens": prompt_tokens,
+        "output_tokens": output_tokens,
+        "weight_bytes": memory.weight_bytes(config, width),
+        "kv_bytes_per_token": per_token,
+        "kv_needed": round((total - hits + output) * scale) * per_token,
+        "concurrent": concurrent,
+        "steps": steps,
+        "seconds": seconds,
+        "basis": basis,
+    }
+
+
+def _time(checked: Preflight, tokens: int, sampled: int, steps: int, context: float) -> tuple[float | None, str]:
+    """Seconds by the simplest roofline, and what it rests on.
+
+    Each token multiplies by every matrix once and attends to ``context`` tokens; each sampled token by the LM head;
+    each step reads the weights once. The slower of arithmetic and memory counts.
+    """
+    if checked.device != "cpu":
+        return None, "no measure of this device"
+    config = checked.model.config
+    matrices, _ = memory.parameter_count(config)
+    head = int(config["vocab_size"]) * int(config["hidden_size"])
+    attention = 2 * int(config["num_hidden_layers"]) * int(config["num_attention_heads"]) * memory.head_dim(config)
+    flops = 2 * (tokens * (matrices + attention * context) + sampled * head)
+    flops_rate, bytes_rate = _measure()
+    weights = memory.weight_bytes(config, memory.DTYPE_BYTES[checked.dtype])
+    seconds = max(flops / flops_rate, steps * weights / bytes_rate)
+    basis = f"{format_count(flops)}FLOP at the {flops_rate / 1e9:,.0f} GFLOP/s of a float32 matmul measured here"
+    return seconds, basis
+
+
+def _measure() -> tuple[float, float]:
+    """This CPU's float32 matmul rate in FLOP/s and memory rate in bytes/s, each the best of about 0.1 s."""
+    m, k, n = _PROBE_SHAPE
+    a, b = np.ones((m, k), np.float32), np.ones((k, n), np.float32)
+    big = np.ones(8 << 20, np.float32)
+    multiply = _best(lambda: a @ b)
+    copy = _best(lambda: big.copy())
+    return 2 * m * k * n / multiply, 2 * big.nbytes / copy
+
+
+def _best(work: Any) -> float:
+    best, end = math.inf, time.perf_counter() + _PROBE_SECONDS
+    while (start := time.perf_counter()) < end:
+        work()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def _histogram(histogram: Sequence[tuple[int, int, int]]) -> str:
+    most = max(count for *_, count in histogram)
+    return table(
+        [
+            (f"{low:,} to {high - 1:,}", f"{count:,}", "#" * math.ceil(_BAR * count / most))
+            for low, high, count in histogram
+        ],
+        indent="    ",
+    )
