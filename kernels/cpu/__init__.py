@@ -1,0 +1,249 @@
+"""Native CPU kernels over a packed, ragged batch: paged attention, RMS norm, SiLU * up, RoPE with KV-cache write.
+
+They are compiled on first use (see :mod:`batchrun.kernels.cpu.build`); where that is impossible :func:`available` is
+False and the caller computes with torch. All tensors are contiguous, on the CPU, float32 or bfloat16, and are neither
+copied nor kept; sums are fp32. **A token's result is bitwise independent** of the other rows of the batch, of how its
+request was cut into chunks, of block size and placement, and of the number of threads (``torch.get_num_threads()``);
+it does depend on the processor's vector width. Every function raises ValueError for a wrong dtype, shape or layout, and
+for an index outside of the cache or table, before anything is written.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_bool, c_char_p, c_float, c_int, c_int64, c_void_p
+from functools import cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from . import build
+
+__all__ = ["AttentionBatch", "add_rms_norm", "attention", "available", "rms_norm", "rope_kv_write", "silu_mul"]
+
+MAX_HEAD_DIM = 256
+
+_FLOATS = (torch.float32, torch.bfloat16)
+_INDICES = (torch.int32, torch.int64)
+
+_SIGNATURES = {
+    "batchrun_rms_norm": [c_void_p] * 4 + [c_int64, c_int, c_float, c_bool, c_int],
+    "batchrun_silu_mul": [c_void_p] * 2 + [c_int64, c_int, c_bool, c_int],
+    "batchrun_rope_kv_write": [c_void_p] * 3
+    + [c_bool, c_void_p, c_bool]
+    + [c_void_p] * 5
+    + [c_int64] * 3
+    + [c_int] * 4
+    + [c_float, c_bool, c_bool, c_int],
+    "batchrun_attention": [c_void_p] * 7 + [c_int64] * 2 + [c_int] * 7 + [c_float, c_float, c_bool, c_bool, c_int],
+}
+
+
+class AttentionBatch(Protocol):
+    """What attention reads of a step: which query tokens belong to which row, and where that row's keys lie.
+
+    Row i's queries are the last ``cu_q[i + 1] - cu_q[i]`` positions of its ``kv_len[i]`` tokens, whose keys and values
+    are in the cache already: token p in block ``block_table[i, p // block_size]`` at offset ``p % block_size``.
+    """
+
+    @property
+    def cu_q(self) -> Tensor:
+        """int32 [B + 1]: running count of query tokens, from 0."""
+
+    @property
+    def kv_len(self) -> Tensor:
+        """int32 [B]: tokens of each row up to and including its last query."""
+
+    @property
+    def block_table(self) -> Tensor:
+        """int32 [B, P]: only blocks that some query of the row can see are read."""
+
+
+def available() -> bool:
+    """Whether the kernels can run here; the first call compiles them (seconds) if the cache has none."""
+    return build.library() is not None
+
+
+def attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of ragged queries over a paged KV cache, heads grouped (GQA).
+
+    Args:
+        q: [T, HQ, D]; D a multiple of 8 up to 256. Tokens past ``cu_q[B]`` are padding: their result is zero.
+        k_cache, v_cache: [n_blocks, HKV, block_size, D], HKV dividing HQ; the dtype may differ from q's.
+        batch: see :class:`AttentionBatch`.
+        scale: factor of the dot products.
+        window: a query at position p sees the keys after p - window; None: all up to p.
+        softcap: scores become ``softcap * tanh(score / softcap)``.
+        out: where to write; like q (and may be q).
+
+    Returns:
+        [T, HQ, D] of q's dtype.
+    """
+    tokens, q_heads, dim = _floats("q", q, 3)
+    n_blocks, kv_heads, block_size, cache_dim = _floats("k_cache", k_cache, 4)
+    _like("v_cache", v_cache, k_cache.shape, k_cache.dtype)
+    _check_heads(q_heads, kv_heads, dim)
+    _require(cache_dim == dim, f"q has head_dim {dim}, the cache {cache_dim}")
+    _require(window is None or window > 0, f"window must be positive, not {window}")
+    _require(softcap is None or softcap > 0, f"softcap must be positive, not {softcap}")
+    rows = batch.kv_len.numel()
+    table = batch.block_table
+    _require(table.dim() == 2 and table.shape[0] == rows, f"block_table must be [{rows}, P], not {tuple(table.shape)}")
+    _like("cu_q", batch.cu_q, (rows + 1,), torch.int32)
+    _like("kv_len", batch.kv_len, (rows,), torch.int32)
+    _like("block_table", table, table.shape, torch.int32)
+    out = _output("out", out, q)
+    _call(
+        "batchrun_attention",
+        *(q, k_cache, v_cache, out, batch.cu_q, batch.kv_len, table, tokens, n_blocks, rows, table.shape[1]),
+        *(q_heads, kv_heads, dim, block_size, window or 0, scale, softcap or 0.0),
+        *(q.dtype is torch.bfloat16, k_cache.dtype is torch.bfloat16),
+    )
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, rounded once.
+
+    x: [..., H]; weight: [H] of x's dtype; out: like x (and may be x).
+    """
+    return _rms_norm(x, None, weight, eps, out)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+    """``residual += x`` in place, then the RMS norm of the (rounded) sum; tensors as in :func:`rms_norm`."""
+    _like("residual", residual, x.shape, x.dtype)
+    return _rms_norm(x, residual, weight, eps, out)
+
+
+def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
+    """``silu(gate) * up`` of gate_up [T, 2I], the gates first -> [T, I], rounded once."""
+    tokens, width = _floats("gate_up", gate_up, 2)
+    _require(width % 2 == 0, f"gate_up must be [T, 2I], not {tuple(gate_up.shape)}")
+    out = _output("out", out, gate_up, (tokens, width // 2))
+    _call("batchrun_silu_mul", gate_up, out, tokens, width // 2, gate_up.dtype is torch.bfloat16)
+    return out
+
+
+def rope_kv_write(
+    qkv: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """Rotate queries and keys (each head RMS-normed first where there is a weight) and store keys and values.
+
+    Args:
+        qkv: [T, (HQ + 2 HKV) * D]: query heads, key heads, value heads.
+        cos_sin: [max_position, D] float32: cosines of the D / 2 angles, then their sines. The rotation pairs element i
+            with i + D / 2 (``rotate_half`` of Hugging Face).
+        positions: int32 or int64 [T].
+        slots: int32 or int64 [T]: ``block * block_size + offset`` in the cache.
+        k_cache, v_cache: [n_blocks, HKV, block_size, D], written in place; the dtype may differ from qkv's.
+        q_norm, k_norm: [D] of qkv's dtype, or None; eps belongs to them.
+
+    Returns:
+        The rotated queries, [T, HQ, D] of qkv's dtype.
+    """
+    tokens, width = _floats("qkv", qkv, 2)
+    n_blocks, kv_heads, block_size, dim = _floats("k_cache", k_cache, 4)
+    _like("v_cache", v_cache, k_cache.shape, k_cache.dtype)
+    q_heads, rest = divmod(width - 2 * kv_heads * dim, dim)
+    _require(rest == 0, f"qkv of width {width} does not fit {kv_heads} KV heads of {dim}")
+    _check_heads(q_heads, kv_heads, dim)
+    _like("cos_sin", cos_sin, (cos_sin.shape[0], dim), torch.float32)
+    for name, indices in (("positions", positions), ("slots", slots)):
+        _require(indices.dtype in _INDICES, f"{name} must be int32 or int64, not {indices.dtype}")
+        _like(name, indices, (tokens,), indices.dtype)
+    for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
+        if weight is not None:
+            _like(name, weight, (dim,), qkv.dtype)
+    q = qkv.new_empty((tokens, q_heads, dim))
+    _call(
+        "batchrun_rope_kv_write",
+        *(qkv, cos_sin, positions, positions.dtype is torch.int64, slots, slots.dtype is torch.int64),
+        *(k_cache, v_cache, q_norm, k_norm, q, tokens, cos_sin.shape[0], n_blocks, q_heads, kv_heads, dim, block_size),
+        *(eps, qkv.dtype is torch.bfloat16, k_cache.dtype is torch.bfloat16),
+    )
+    return q
+
+
+def _rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor | None) -> Tensor:
+    width = _floats("x", x, None)[-1]
+    _like("weight", weight, (width,), x.dtype)
+    out = _output("out", out, x)
+    rows = x.numel() // width if width else 0
+    _call("batchrun_rms_norm", x, residual, weight, out, rows, width, eps, x.dtype is torch.bfloat16)
+    return out
+
+
+@cache
+def _functions() -> dict[str, ctypes._NamedFuncPointer]:
+    loaded = build.library()
+    if loaded is None:
+        raise RuntimeError("the native CPU kernels are not available here: ask available() first")
+    functions = {name: getattr(loaded, name) for name in _SIGNATURES}
+    for name, function in functions.items():
+        function.argtypes, function.restype = _SIGNATURES[name], c_char_p
+    return functions
+
+
+def _call(name: str, *arguments: Tensor | float | None) -> None:
+    """Call a C function with tensors as addresses and the number of threads last; it returns None or what is wrong."""
+    addresses = (x.data_ptr() if isinstance(x, Tensor) else x for x in arguments)
+    message = _functions()[name](*addresses, torch.get_num_threads())
+    if message is not None:
+        raise ValueError(message.decode())
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def _floats(name: str, tensor: Tensor, dims: int | None) -> torch.Size:
+    """The shape of a tensor that must be float32 or bfloat16 of so many dimensions."""
+    if tensor.dtype not in _FLOATS or (tensor.dim() != dims if dims else tensor.dim() == 0):
+        raise ValueError(
+            f"{name} must be float32 or bfloat16 of {dims or 'some'} dimensions, "
+            f"not {tensor.dtype} {tuple(tensor.shape)}"
+        )
+    _like(name, tensor, tensor.shape, tensor.dtype)
+    return tensor.shape
+
+
+def _like(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if tensor.shape != shape or tensor.dtype is not dtype or not tensor.is_contiguous() or not tensor.is_cpu:
+        raise ValueError(
+            f"{name} must be a contiguous CPU tensor of {dtype} {tuple(shape)}, not "
+            f"{tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
+        )
+
+
+def _output(name: str, out: Tensor | None, like: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
+    if out is None:
+        return like.new_empty(shape or like.shape)
+    _like(name, out, shape or like.shape, like.dtype)
+    return out
+
+
+def _check_heads(q_heads: int, kv_heads: int, dim: int) -> None:
+    _require(kv_heads > 0 and q_heads > 0 and q_heads % kv_heads == 0, f"{q_heads} query over {kv_heads} KV heads")
+    _require(dim % 8 == 0 and 0 < dim <= MAX_HEAD_DIM, f"head_dim must be a multiple of 8 up to 256, not {dim}")

@@ -1,0 +1,887 @@
+// The CPU kernels of batchrun behind a plain C interface: paged attention, RMS norm, SiLU * up, RoPE with KV write.
+//
+// The contract that shapes all of it: the bits of one token's result depend on that token's own inputs and position
+// alone, never on its neighbours in the batch, on how its request was cut into chunks, on where its blocks lie or on
+// the number of threads. So every sum has one fixed order: a dot product runs over the head dimension in ascending
+// order, keys are visited in ascending order in tiles and splits that are aligned to position 0, and register blocking
+// only decides how many such independent chains run side by side. Fused multiply-adds are explicit and the build turns
+// contraction off (-ffp-contract=off), so that no two instances of a template can round differently.
+//
+// Arithmetic is fp32 throughout; bf16 is a storage format, rounded once on the way out.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdarg>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <new>
+#include <numeric>
+#include <vector>
+
+#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+namespace {
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Vectors: W floats of the machine's own width. Arithmetic and comparisons are the compiler's vector extension.
+
+#if defined(__AVX512F__)
+constexpr int W = 16, REGISTERS = 32;
+#elif defined(__AVX2__) && defined(__FMA__)
+constexpr int W = 8, REGISTERS = 16;
+#elif defined(__aarch64__)
+constexpr int W = 4, REGISTERS = 32;
+#else
+constexpr int W = 4, REGISTERS = 16;
+#endif
+
+typedef float vec __attribute__((vector_size(W * 4)));
+typedef int32_t ivec __attribute__((vector_size(W * 4)));
+typedef uint32_t uvec __attribute__((vector_size(W * 4)));
+typedef uint16_t hvec __attribute__((vector_size(W * 2)));
+
+constexpr float INF = std::numeric_limits<float>::infinity();
+
+struct bf16 {
+    uint16_t bits;
+};
+
+template <class To, class From>
+inline To bit_cast(const From& from) {
+    static_assert(sizeof(To) == sizeof(From), "");
+    To to;
+    std::memcpy(&to, &from, sizeof to);
+    return to;
+}
+
+inline vec splat(float x) { return x - vec{}; }
+
+inline vec load(const float* p) {
+    vec x;
+    std::memcpy(&x, p, sizeof x);
+    return x;
+}
+
+inline vec load(const bf16* p) {
+    hvec x;
+    std::memcpy(&x, p, sizeof x);
+    return bit_cast<vec>(__builtin_convertvector(x, uvec) << 16);
+}
+
+inline void store(float* p, vec x) { std::memcpy(p, &x, sizeof x); }
+
+// Rounds to nearest even; a NaN stays one.
+inline void store(bf16* p, vec x) {
+    uvec u = bit_cast<uvec>(x);
+    uvec rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+    uvec bits = x == x ? rounded : (u >> 16 | 0x40);
+    hvec half = __builtin_convertvector(bits, hvec);
+    std::memcpy(p, &half, sizeof half);
+}
+
+// The first n < W elements; what lies beyond reads as zero and is not written.
+template <class T>
+inline vec load_some(const T* p, int n) {
+    T some[W] = {};
+    std::memcpy(some, p, n * sizeof(T));
+    return load(some);
+}
+
+template <class T>
+inline void store_some(T* p, vec x, int n) {
+    T some[W];
+    store(some, x);
+    std::memcpy(p, some, n * sizeof(T));
+}
+
+// Calls body(i, loader, storer) for each run of W elements of a row of n, the last one cut short.
+template <class Body>
+inline void for_each_vec(int n, Body body) {
+    int i = 0;
+    for (; i + W <= n; i += W)
+        body(i, [](auto* p) { return load(p); }, [](auto* p, vec x) { store(p, x); });
+    if (int rest = n - i)
+        body(i, [=](auto* p) { return load_some(p, rest); }, [=](auto* p, vec x) { store_some(p, x, rest); });
+}
+
+inline vec fma(vec a, vec b, vec c) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+    return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
+// Keeps `b` where either is NaN.
+inline vec max(vec a, vec b) { return a > b ? a : b; }
+
+// Halves the vector until one lane is left: the one order of every horizontal reduction.
+template <class Op>
+inline float reduce(vec x, Op op) {
+    float lane[W];
+    store(lane, x);
+    for (int n = W / 2; n > 0; n /= 2)
+        for (int i = 0; i < n; ++i) lane[i] = op(lane[i], lane[i + n]);
+    return lane[0];
+}
+
+inline float sum(vec x) {
+    return reduce(x, [](float a, float b) { return a + b; });
+}
+
+inline float largest(vec x) {
+    return reduce(x, [](float a, float b) { return a > b ? a : b; });
+}
+
+// e^x to 1 ulp in [-87.3, 88.3]; below exactly 0, above inf, NaN stays NaN. Cody-Waite reduction to |f| <= ln2 / 2 and
+// the polynomial of Cephes' expf.
+inline vec exp(vec x) {
+    constexpr float LOWEST = -87.33654f, HIGHEST = 88.72f, ROUND = 12582912.0f;  // 1.5 * 2^23: adding it rounds
+    vec c = x < LOWEST ? splat(LOWEST) : x;
+    c = c > HIGHEST ? splat(HIGHEST) : c;
+    vec shifted = fma(c, splat(1.44269504f), splat(ROUND));
+    vec n = shifted - ROUND;
+    vec f = fma(n, splat(-0.693359375f), c);
+    f = fma(n, splat(2.12194440e-4f), f);
+    vec p = splat(1.9875691500e-4f);
+    p = fma(p, f, splat(1.3981999507e-3f));
+    p = fma(p, f, splat(8.3334519073e-3f));
+    p = fma(p, f, splat(4.1665795894e-2f));
+    p = fma(p, f, splat(1.6666665459e-1f));
+    p = fma(p, f, splat(5.0000001201e-1f));
+    p = fma(p, f * f, f) + 1.0f;
+    vec power = bit_cast<vec>((bit_cast<ivec>(shifted) << 23) + (127 << 23));  // 2^n
+    return x < LOWEST ? vec{} : p * power;
+}
+
+inline float exp(float x) { return exp(splat(x))[0]; }
+
+// Absolute error about 1e-7, which is what a soft cap needs.
+inline vec tanh(vec x) { return 1.0f - 2.0f / (exp(2.0f * x) + 1.0f); }
+
+// Reads 16 bytes at `offset` of each of W rows and transposes: out[j] holds the j-th 32-bit word of every row in order.
+#if defined(__AVX512F__)
+inline __m512 quarter_rows(const char* const* rows, size_t offset) {
+    auto at = [=](int i) { return _mm_loadu_ps(reinterpret_cast<const float*>(rows[i] + offset)); };
+    __m512 x = _mm512_insertf32x4(_mm512_castps128_ps512(at(0)), at(4), 1);
+    return _mm512_insertf32x4(_mm512_insertf32x4(x, at(8), 2), at(12), 3);
+}
+inline void transpose(const char* const* rows, size_t offset, vec out[4]) {
+    __m512 a = quarter_rows(rows, offset), b = quarter_rows(rows + 1, offset);
+    __m512 c = quarter_rows(rows + 2, offset), d = quarter_rows(rows + 3, offset);
+    __m512 ab = _mm512_unpacklo_ps(a, b), cd = _mm512_unpacklo_ps(c, d);
+    __m512 ab_high = _mm512_unpackhi_ps(a, b), cd_high = _mm512_unpackhi_ps(c, d);
+    out[0] = (vec)_mm512_shuffle_ps(ab, cd, 0x44);
+    out[1] = (vec)_mm512_shuffle_ps(ab, cd, 0xee);
+    out[2] = (vec)_mm512_shuffle_ps(ab_high, cd_high, 0x44);
+    out[3] = (vec)_mm512_shuffle_ps(ab_high, cd_high, 0xee);
+}
+#elif defined(__AVX2__) && defined(__FMA__)
+inline __m256 half_rows(const char* const* rows, size_t offset) {
+    auto at = [=](int i) { return _mm_loadu_ps(reinterpret_cast<const float*>(rows[i] + offset)); };
+    return _mm256_insertf128_ps(_mm256_castps128_ps256(at(0)), at(4), 1);
+}
+inline void transpose(const char* const* rows, size_t offset, vec out[4]) {
+    __m256 a = half_rows(rows, offset), b = half_rows(rows + 1, offset);
+    __m256 c = half_rows(rows + 2, offset), d = half_rows(rows + 3, offset);
+    __m256 ab = _mm256_unpacklo_ps(a, b), cd = _mm256_unpacklo_ps(c, d);
+    __m256 ab_high = _mm256_unpackhi_ps(a, b), cd_high = _mm256_unpackhi_ps(c, d);
+    out[0] = (vec)_mm256_shuffle_ps(ab, cd, 0x44);
+    out[1] = (vec)_mm256_shuffle_ps(ab, cd, 0xee);
+    out[2] = (vec)_mm256_shuffle_ps(ab_high, cd_high, 0x44);
+    out[3] = (vec)_mm256_shuffle_ps(ab_high, cd_high, 0xee);
+}
+#else
+inline void transpose(const char* const* rows, size_t offset, vec out[4]) {
+    int32_t words[4][W];
+    for (int i = 0; i < W; ++i)
+        for (int j = 0; j < 4; ++j) std::memcpy(&words[j][i], rows[i] + offset + 4 * j, 4);
+    std::memcpy(out, words, sizeof words);
+}
+#endif
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Errors and scratch memory
+
+constexpr int THREADS_WORTH_IT = 16384;  // elements below which waking the other threads costs more than it saves
+
+// The message of a refused call, valid until the thread's next one. nullptr is success everywhere.
+__attribute__((format(printf, 1, 2))) const char* refuse(const char* format, ...) {
+    static thread_local char message[256];
+    va_list arguments;
+    va_start(arguments, format);
+    std::vsnprintf(message, sizeof message, format, arguments);
+    va_end(arguments);
+    return message;
+}
+
+struct AlignedFree {
+    void operator()(float* p) const { ::operator delete[](p, std::align_val_t(64)); }
+};
+using Floats = std::unique_ptr<float[], AlignedFree>;
+
+Floats make_floats(size_t n) { return Floats(static_cast<float*>(::operator new[](n * 4, std::align_val_t(64)))); }
+
+// n floats of the calling thread's own, uninitialised and kept for the next call.
+float* scratch_floats(size_t n) {
+    static thread_local Floats memory;
+    static thread_local size_t size = 0;
+    if (size < n) {
+        memory.reset();
+        memory = make_floats(n);
+        size = n;
+    }
+    return memory.get();
+}
+
+constexpr int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Norms, activation, rotary embedding
+
+// 1 / sqrt(mean of squares + eps) of x[n].
+template <class T>
+inline float inverse_rms(const T* x, int n, float eps) {
+    vec squares{};
+    for_each_vec(n, [&](int i, auto get, auto) {
+        vec value = get(x + i);
+        squares = fma(value, value, squares);
+    });
+    return 1.0f / std::sqrt(sum(squares) / n + eps);
+}
+
+template <class T>
+inline void normalise(const T* x, const T* weight, float eps, int n, T* out) {
+    float inverse = inverse_rms(x, n, eps);
+    for_each_vec(n, [&](int i, auto get, auto put) { put(out + i, get(x + i) * inverse * get(weight + i)); });
+}
+
+template <class T>
+void rms_norm(const T* x, T* residual, const T* weight, float eps, T* out, int64_t rows, int n, int threads) {
+#pragma omp parallel for num_threads(threads) if (rows * n > THREADS_WORTH_IT)
+    for (int64_t row = 0; row < rows; ++row) {
+        const T* input = x + row * n;
+        if (residual) {
+            T* added = residual + row * n;
+            for_each_vec(n, [&](int i, auto get, auto put) { put(added + i, get(added + i) + get(input + i)); });
+            input = added;
+        }
+        normalise(input, weight, eps, n, out + row * n);
+    }
+}
+
+template <class T>
+void silu_mul(const T* gate_up, T* out, int64_t rows, int n, int threads) {
+#pragma omp parallel for num_threads(threads) if (rows * n > THREADS_WORTH_IT)
+    for (int64_t row = 0; row < rows; ++row) {
+        const T *gate = gate_up + row * 2 * n, *up = gate + n;
+        for_each_vec(n, [&](int i, auto get, auto put) {
+            vec g = get(gate + i);
+            put(out + row * n + i, g / (1.0f + exp(-g)) * get(up + i));
+        });
+    }
+}
+
+struct Rope {
+    int64_t tokens, max_position, n_slots;
+    int q_heads, kv_heads, head_dim, block_size, threads;
+    float eps;
+};
+
+// A flat index tensor of int32 or int64.
+struct Indices {
+    const void* data;
+    bool wide;
+    int64_t operator[](int64_t i) const {
+        return wide ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
+    }
+};
+
+// One head: normalised if there is a weight, rotated by halves (Hugging Face's rotate_half), rounded to Out.
+template <class T, class Out>
+inline void rope_head(const T* x, const T* norm, float eps, const float* cos_sin, int dim, Out* out) {
+    int half = dim / 2;
+    float inverse = norm ? inverse_rms(x, dim, eps) : 1.0f;
+    const float *cosine = cos_sin, *sine = cos_sin + half;
+    for_each_vec(half, [&](int i, auto get, auto put) {
+        vec a = get(x + i), b = get(x + half + i);
+        if (norm) {
+            a = a * inverse * get(norm + i);
+            b = b * inverse * get(norm + half + i);
+        }
+        vec c = get(cosine + i), s = get(sine + i);
+        put(out + i, a * c - b * s);
+        put(out + half + i, b * c + a * s);
+    });
+}
+
+template <class T, class C>
+void rope_kv_write(const T* qkv, const float* cos_sin, Indices positions, Indices slots, C* k_cache, C* v_cache,
+                   const T* q_norm, const T* k_norm, T* q, const Rope& s) {
+    int dim = s.head_dim, heads = s.q_heads + 2 * s.kv_heads;
+#pragma omp parallel for num_threads(s.threads) if (s.tokens * heads * dim > THREADS_WORTH_IT)
+    for (int64_t token = 0; token < s.tokens; ++token) {
+        const T* x = qkv + token * heads * dim;
+        const float* angles = cos_sin + positions[token] * dim;
+        for (int h = 0; h < s.q_heads; ++h)
+            rope_head(x + h * dim, q_norm, s.eps, angles, dim, q + (token * s.q_heads + h) * dim);
+        const T *k = x + s.q_heads * dim, *v = k + s.kv_heads * dim;
+        int64_t block = slots[token] / s.block_size, offset = slots[token] % s.block_size;
+        for (int h = 0; h < s.kv_heads; ++h) {
+            int64_t line = ((block * s.kv_heads + h) * s.block_size + offset) * dim;
+            rope_head(k + h * dim, k_norm, s.eps, angles, dim, k_cache + line);
+            for_each_vec(dim, [&](int i, auto get, auto put) { put(v_cache + line + i, get(v + h * dim + i)); });
+        }
+    }
+}
+
+const char* check_rope(Indices positions, Indices slots, const Rope& s) {
+    for (int64_t token = 0; token < s.tokens; ++token) {
+        if (positions[token] < 0 || positions[token] >= s.max_position)
+            return refuse("token %lld has position %lld, outside of [0, %lld)", (long long)token,
+                          (long long)positions[token], (long long)s.max_position);
+        if (slots[token] < 0 || slots[token] >= s.n_slots)
+            return refuse("token %lld has cache slot %lld, outside of [0, %lld)", (long long)token,
+                          (long long)slots[token], (long long)s.n_slots);
+    }
+    return nullptr;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Attention
+//
+// A *line* is one query head of one query token: the unit whose bits are promised. The lines of one sequence that share
+// a KV head (its query heads x the sequence's query tokens, token-major) are worked in groups of up to LINES, so that
+// each key and value is fetched and unpacked once for all of them. Keys come in tiles of TILE; SPLIT keys make a
+// softmax of their own, and the splits of a line are merged in ascending order, whether one thread computed them or many.
+
+constexpr int TILE = 64, SPLIT = 512, LINES = 96, BLOCKED_LINES = 6, MAX_HEAD_DIM = 256;
+static_assert(SPLIT % TILE == 0 && TILE % W == 0 && LINES % BLOCKED_LINES == 0, "");
+
+// Vectors to keep in registers per line when `lines` lines are blocked together: a power of two.
+constexpr int vectors_for(int lines) {
+    int fit = (REGISTERS - 4) / lines;
+    return std::min(fit >= 8 ? 8 : fit >= 4 ? 4 : fit >= 2 ? 2 : 1, TILE / W);
+}
+
+struct Attention {
+    const int32_t *cu_q, *kv_len, *block_table;
+    int64_t tokens, n_blocks;
+    int rows, table_width, q_heads, kv_heads, head_dim, block_size, window, threads;  // window 0: none
+    float scale, softcap;                                                             // softcap 0: none
+
+    int group() const { return q_heads / kv_heads; }
+    int padded_dim() const { return round_up(head_dim, W); }
+    int first_key(int position) const { return window ? std::max(0, position - window + 1) : 0; }
+};
+
+// Up to LINES lines of one sequence and KV head.
+struct Lines {
+    int row, kv_head, first, count;
+    int key_begin, key_end;  // the keys that any of them attends to
+
+    int position(const Attention& a, int line) const {
+        return a.kv_len[row] - (a.cu_q[row + 1] - a.cu_q[row]) + (first + line) / a.group();
+    }
+    // Where the line's vector lies in a [tokens, q_heads, head_dim] tensor.
+    int64_t offset(const Attention& a, int line) const {
+        int token = a.cu_q[row] + (first + line) / a.group(), head = kv_head * a.group() + (first + line) % a.group();
+        return (int64_t(token) * a.q_heads + head) * a.head_dim;
+    }
+};
+
+// Softmax state of some lines over some keys: running maximum, sum of exponentials, sum of values. sum == 0: no key yet.
+struct Partial {
+    float *maximum, *sum, *values;
+
+    static size_t size(const Attention& a, int count) { return count * (2 + size_t(a.padded_dim())); }
+    Partial(float* memory, int count) : maximum(memory), sum(memory + count), values(memory + 2 * count) {}
+
+    void clear(const Attention& a, int count) {
+        std::fill_n(maximum, count, -INF);
+        std::fill_n(sum, count, 0.0f);
+        std::fill_n(values, size_t(count) * a.padded_dim(), 0.0f);
+    }
+};
+
+struct Scratch {
+    float *queries;      // [LINES, head_dim]
+    float *keys;         // [TILE / W, head_dim, W]: transposed
+    float *tile_values;  // [TILE, padded_dim]
+    float *scores;       // [LINES, TILE]: then probabilities
+    Partial split, total;
+
+    static size_t size(const Attention& a) {
+        return size_t(LINES) * round_up(a.head_dim, 16) + size_t(TILE) * (a.head_dim + a.padded_dim() + LINES) +
+               2 * Partial::size(a, LINES);
+    }
+    Scratch(const Attention& a, float* memory)
+        : queries(memory),
+          keys(queries + LINES * round_up(a.head_dim, 16)),
+          tile_values(keys + TILE * a.head_dim),
+          scores(tile_values + TILE * a.padded_dim()),
+          split(scores + LINES * TILE, LINES),
+          total(split.values + LINES * a.padded_dim(), LINES) {}
+};
+
+// The keys [begin, end) of a tile that a line attends to, relative to the tile.
+struct Range {
+    int begin, end;
+};
+
+// Addresses of a tile's keys and values; those outside of [begin, end) read as zeros and are in nobody's range.
+struct TileRows {
+    const char *keys[TILE], *values[TILE];
+    int begin, end;
+};
+
+alignas(64) const char ZEROS[MAX_HEAD_DIM * sizeof(float)] = {};
+
+template <class C>
+void locate(const Attention& a, const Lines& lines, const C* k_cache, const C* v_cache, int tile, TileRows& out) {
+    out.begin = std::max(lines.key_begin - tile, 0);
+    out.end = std::min(lines.key_end - tile, TILE);
+    std::fill_n(out.keys, TILE, ZEROS);
+    const int32_t* table = a.block_table + int64_t(lines.row) * a.table_width;
+    int block = (tile + out.begin) / a.block_size, offset = (tile + out.begin) % a.block_size;
+    for (int i = out.begin; i < out.end; ++block, offset = 0) {
+        int64_t line = (int64_t(table[block]) * a.kv_heads + lines.kv_head) * a.block_size + offset;
+        for (; offset < a.block_size && i < out.end; ++offset, ++i, ++line) {
+            out.keys[i] = reinterpret_cast<const char*>(k_cache + line * a.head_dim);
+            out.values[i] = reinterpret_cast<const char*>(v_cache + line * a.head_dim);
+        }
+    }
+}
+
+inline void unpack_words(const vec words[4], float* out, const float*) {
+    for (int j = 0; j < 4; ++j) store(out + j * W, words[j]);
+}
+
+// A 32-bit word holds two neighbouring bf16, the first in the low half.
+inline void unpack_words(const vec words[4], float* out, const bf16*) {
+    for (int j = 0; j < 4; ++j) {
+        uvec pair = bit_cast<uvec>(words[j]);
+        store(out + 2 * j * W, bit_cast<vec>(pair << 16));
+        store(out + (2 * j + 1) * W, bit_cast<vec>(pair & 0xffff0000u));
+    }
+}
+
+inline void prefetch(const char* row, int bytes) {
+    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(row + i);
+}
+
+// Transposes the tile's keys into `out`, fetching the values ahead of their use.
+template <class C>
+void unpack_keys(const Attention& a, const TileRows& rows, float* out) {
+    int bytes = a.head_dim * sizeof(C);
+    for (int group = rows.begin / W; group * W < rows.end; ++group) {
+        for (int i = 0; i < W; ++i)
+            if (int key = group * W + i; key >= rows.begin && key < rows.end) prefetch(rows.values[key], bytes);
+        float* to = out + size_t(group) * a.head_dim * W;
+        for (int offset = 0; offset < bytes; offset += 16, to += 16 / sizeof(C) * W) {
+            vec words[4];
+            transpose(rows.keys + group * W, offset, words);
+            unpack_words(words, to, static_cast<const C*>(nullptr));
+        }
+    }
+}
+
+// Copies the tile's values into `out`, fetching the next tile's keys ahead of their use.
+template <class C>
+void unpack_values(const Attention& a, const TileRows& rows, const TileRows& next, float* out) {
+    int dim = a.head_dim, padded = a.padded_dim();
+    for (int key = rows.begin; key < rows.end; ++key) {
+        prefetch(next.keys[key], dim * sizeof(C));
+        const C* from = reinterpret_cast<const C*>(rows.values[key]);
+        float* to = out + size_t(key) * padded;
+        int i = 0;
+        for (; i + W <= dim; i += W) store(to + i, load(from + i));
+        if (i < dim) store(to + i, load_some(from + i, dim - i));
+    }
+}
+
+// scores[r][key] = query r . key, for R lines and the key groups [begin, end) of a tile (W keys each).
+template <int R>
+void score(const float* queries, const float* keys, int dim, int begin, int end, float* scores) {
+    constexpr int N = vectors_for(R);
+    for (int group = begin / N * N; group < end; group += N) {
+        const float* k = keys + size_t(group) * dim * W;
+        vec dot[R][N] = {};
+        for (int d = 0; d < dim; ++d) {
+            vec key[N];
+#pragma GCC unroll 8
+            for (int n = 0; n < N; ++n) key[n] = load(k + (size_t(n) * dim + d) * W);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+                vec query = splat(queries[r * dim + d]);
+#pragma GCC unroll 8
+                for (int n = 0; n < N; ++n) dot[r][n] = fma(query, key[n], dot[r][n]);
+            }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+            for (int n = 0; n < N; ++n) store(scores + r * TILE + (group + n) * W, dot[r][n]);
+    }
+}
+
+// sums[r] += probability[r][key] * value[key] over keys [begin, end), for R lines and N vectors of the head dimension.
+template <int R, int N>
+inline void add_columns(const float* probabilities, const float* values, int stride, int begin, int end, float* sums) {
+    vec total[R][N];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int n = 0; n < N; ++n) total[r][n] = load(sums + r * stride + n * W);
+    for (int key = begin; key < end; ++key) {
+        vec value[N];
+#pragma GCC unroll 8
+        for (int n = 0; n < N; ++n) value[n] = load(values + size_t(key) * stride + n * W);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+            vec p = splat(probabilities[r * TILE + key]);
+#pragma GCC unroll 8
+            for (int n = 0; n < N; ++n) total[r][n] = fma(p, value[n], total[r][n]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int n = 0; n < N; ++n) store(sums + r * stride + n * W, total[r][n]);
+}
+
+template <int R>
+void add_values(const float* probabilities, const float* values, int stride, Range keys, float* sums) {
+    if (keys.begin >= keys.end) return;
+    constexpr int N = vectors_for(R);
+    int d = 0;
+    for (; d + N * W <= stride; d += N * W)
+        add_columns<R, N>(probabilities, values + d, stride, keys.begin, keys.end, sums + d);
+    for (; d < stride; d += W) add_columns<R, 1>(probabilities, values + d, stride, keys.begin, keys.end, sums + d);
+}
+
+// Turns one line's scores into probabilities relative to its running maximum, and moves its state to that maximum.
+void soften(const Attention& a, float* scores, Range keys, Partial& state, int line) {
+    ivec lane;
+    for (int i = 0; i < W; ++i) lane[i] = i;
+    int first = keys.begin / W * W;
+    vec best = splat(-INF);
+    for (int i = first; i < keys.end; i += W) {
+        vec x = load(scores + i) * a.scale;
+        if (a.softcap != 0) x = a.softcap * tanh(x / a.softcap);
+        ivec key = lane + i;
+        x = ((key >= keys.begin) & (key < keys.end)) ? x : splat(-INF);
+        store(scores + i, x);
+        best = max(x, best);
+    }
+    float maximum = std::max(state.maximum[line], largest(best));
+    float base = maximum == -INF ? 0.0f : maximum;  // all scores -inf: probabilities of 0, not NaN
+    vec total{};
+    for (int i = first; i < keys.end; i += W) {
+        vec p = exp(load(scores + i) - base);
+        store(scores + i, p);
+        total += p;
+    }
+    float decay = exp(state.maximum[line] - base);
+    if (decay != 1.0f) {
+        float* values = state.values + size_t(line) * a.padded_dim();
+        for (int d = 0; d < a.padded_dim(); d += W) store(values + d, load(values + d) * decay);
+    }
+    state.sum[line] = state.sum[line] * decay + sum(total);
+    state.maximum[line] = maximum;
+}
+
+// Lines [line, line + R) against one unpacked tile. Where their causal or window edges differ, the keys that all of
+// them see are added together and the rest line by line: a key outside of a line's range never touches its state.
+template <int R>
+void attend(const Attention& a, const Scratch& s, const Range* ranges, Partial& state, int line) {
+    int dim = a.head_dim, padded = a.padded_dim();
+    float* scores = s.scores + line * TILE;
+    float* values = state.values + size_t(line) * padded;
+    Range any{TILE, 0}, all{0, TILE};
+    for (int r = 0; r < R; ++r) {
+        Range own = ranges[line + r];
+        if (own.begin < own.end) any = {std::min(any.begin, own.begin), std::max(any.end, own.end)};
+        all = {std::max(all.begin, own.begin), std::min(all.end, own.end)};
+    }
+    if (any.begin >= any.end) return;
+    score<R>(s.queries + line * dim, s.keys, dim, any.begin / W, (any.end + W - 1) / W, scores);
+    for (int r = 0; r < R; ++r)
+        if (Range own = ranges[line + r]; own.begin < own.end) soften(a, scores + r * TILE, own, state, line + r);
+    if (all.begin >= all.end) all = {TILE, TILE};
+    for (int r = 0; r < R; ++r)
+        add_values<1>(scores + r * TILE, s.tile_values, padded,
+                      {ranges[line + r].begin, std::min(all.begin, ranges[line + r].end)}, values + r * padded);
+    add_values<R>(scores, s.tile_values, padded, all, values);
+    for (int r = 0; r < R; ++r)
+        add_values<1>(scores + r * TILE, s.tile_values, padded, {all.end, ranges[line + r].end}, values + r * padded);
+}
+
+void attend_all(const Attention& a, const Scratch& s, const Range* ranges, Partial& state, int count) {
+    int line = 0;
+    for (; line + BLOCKED_LINES <= count; line += BLOCKED_LINES) attend<BLOCKED_LINES>(a, s, ranges, state, line);
+    static_assert(BLOCKED_LINES == 6, "the cases below are the remainders");
+    switch (count - line) {
+        case 5: return attend<5>(a, s, ranges, state, line);
+        case 4: return attend<4>(a, s, ranges, state, line);
+        case 3: return attend<3>(a, s, ranges, state, line);
+        case 2: return attend<2>(a, s, ranges, state, line);
+        case 1: return attend<1>(a, s, ranges, state, line);
+    }
+}
+
+// The softmax state of `lines` over one split's keys, from nothing.
+template <class C>
+void attend_split(const Attention& a, const Lines& lines, const C* k_cache, const C* v_cache, int split,
+                  const Scratch& s, Partial& state) {
+    state.clear(a, lines.count);
+    int begin = std::max(split * SPLIT, lines.key_begin / TILE * TILE), end = std::min((split + 1) * SPLIT, lines.key_end);
+    TileRows rows[2];
+    locate(a, lines, k_cache, v_cache, begin, rows[0]);
+    for (int tile = begin, turn = 0; tile < end; tile += TILE, turn ^= 1) {
+        TileRows &now = rows[turn], &next = rows[turn ^ 1];
+        locate(a, lines, k_cache, v_cache, tile + TILE < end ? tile + TILE : tile, next);
+        Range ranges[LINES];
+        for (int i = 0; i < lines.count; ++i) {
+            int position = lines.position(a, i);
+            ranges[i] = {std::max(a.first_key(position) - tile, 0), std::min(position + 1 - tile, TILE)};
+        }
+        unpack_keys<C>(a, now, s.keys);
+        unpack_values<C>(a, now, next, s.tile_values);
+        attend_all(a, s, ranges, state, lines.count);
+    }
+}
+
+void merge(const Attention& a, const Partial& from, Partial& into, int count) {
+    int padded = a.padded_dim();
+    for (int i = 0; i < count; ++i) {
+        if (from.sum[i] == 0) continue;
+        const float* added = from.values + size_t(i) * padded;
+        float* values = into.values + size_t(i) * padded;
+        if (into.sum[i] == 0) {
+            into.maximum[i] = from.maximum[i];
+            into.sum[i] = from.sum[i];
+            std::copy_n(added, padded, values);
+            continue;
+        }
+        float maximum = std::max(into.maximum[i], from.maximum[i]);
+        float keep = exp(into.maximum[i] - maximum), take = exp(from.maximum[i] - maximum);
+        for (int d = 0; d < padded; d += W) store(values + d, fma(load(added + d), splat(take), load(values + d) * keep));
+        into.sum[i] = into.sum[i] * keep + from.sum[i] * take;
+        into.maximum[i] = maximum;
+    }
+}
+
+template <class Q>
+void load_queries(const Attention& a, const Lines& lines, const Q* q, float* out) {
+    for (int i = 0; i < lines.count; ++i)
+        for_each_vec(a.head_dim, [&, from = q + lines.offset(a, i), to = out + i * a.head_dim](
+                                     int d, auto get, auto put) { put(to + d, get(from + d)); });
+}
+
+template <class Q>
+void store_result(const Attention& a, const Lines& lines, const Partial& state, Q* out) {
+    for (int i = 0; i < lines.count; ++i)
+        for_each_vec(a.head_dim, [&, from = state.values + size_t(i) * a.padded_dim(), to = out + lines.offset(a, i)](
+                                     int d, auto get, auto put) { put(to + d, get(from + d) / state.sum[i]); });
+}
+
+// A piece of work for one thread: all splits of some lines, or (split >= 0) a single one, kept in `partial`.
+struct Work {
+    int lines, split;
+    float* partial;
+    int64_t cost;
+};
+
+struct Plan {
+    std::vector<Lines> lines;
+    std::vector<int64_t> costs;
+    std::vector<Work> work;                     // dearest first
+    std::vector<std::pair<int, float*>> parts;  // lines worked split by split, with their partials in split order
+    Floats memory;
+};
+
+int first_split(const Lines& lines) { return lines.key_begin / SPLIT; }
+int n_splits(const Lines& lines) { return (lines.key_end + SPLIT - 1) / SPLIT - first_split(lines); }
+
+void plan_lines(const Attention& a, Plan& plan) {
+    constexpr int FETCH = 4;  // fetching and unpacking a key costs as much as attending to it with about this many lines
+    for (int row = 0; row < a.rows; ++row) {
+        int all = (a.cu_q[row + 1] - a.cu_q[row]) * a.group();
+        for (int head = 0; head < a.kv_heads; ++head)
+            for (int first = 0; first < all; first += LINES) {
+                Lines lines{row, head, first, std::min(LINES, all - first), 0, 0};
+                lines.key_begin = a.first_key(lines.position(a, 0));
+                lines.key_end = lines.position(a, lines.count - 1) + 1;
+                plan.lines.push_back(lines);
+                plan.costs.push_back(int64_t(lines.key_end - lines.key_begin) * (lines.count + FETCH));
+            }
+    }
+}
+
+// Lines that would keep one thread busy while the others have nothing left are worked split by split.
+Plan make_plan(const Attention& a) {
+    Plan plan;
+    plan_lines(a, plan);
+    int64_t fair = std::accumulate(plan.costs.begin(), plan.costs.end(), int64_t(0)) / (2 * a.threads);
+    auto divided = [&](int i) { return a.threads > 1 && plan.costs[i] > fair && n_splits(plan.lines[i]) > 1; };
+    size_t floats = 0;
+    for (size_t i = 0; i < plan.lines.size(); ++i)
+        if (divided(i)) floats += n_splits(plan.lines[i]) * Partial::size(a, plan.lines[i].count);
+    plan.memory = make_floats(floats);
+    float* next = plan.memory.get();
+    for (int i = 0; i < int(plan.lines.size()); ++i) {
+        if (!divided(i)) {
+            plan.work.push_back({i, -1, nullptr, plan.costs[i]});
+            continue;
+        }
+        int n = n_splits(plan.lines[i]);
+        size_t size = Partial::size(a, plan.lines[i].count);
+        plan.parts.emplace_back(i, next);
+        for (int j = 0; j < n; ++j, next += size)
+            plan.work.push_back({i, first_split(plan.lines[i]) + j, next, plan.costs[i] / n});
+    }
+    std::stable_sort(plan.work.begin(), plan.work.end(), [](const Work& x, const Work& y) { return x.cost > y.cost; });
+    return plan;
+}
+
+template <class Q, class C>
+void attention(const Attention& a, const Q* q, const C* k_cache, const C* v_cache, Q* out) {
+    Plan plan = make_plan(a);
+#pragma omp parallel num_threads(a.threads) if (plan.work.size() > 1)
+    {
+        Scratch scratch(a, scratch_floats(Scratch::size(a)));
+#pragma omp for schedule(dynamic, 1)
+        for (size_t i = 0; i < plan.work.size(); ++i) {
+            const Work& work = plan.work[i];
+            const Lines& lines = plan.lines[work.lines];
+            load_queries(a, lines, q, scratch.queries);
+            if (work.split >= 0) {
+                Partial state(work.partial, lines.count);
+                attend_split(a, lines, k_cache, v_cache, work.split, scratch, state);
+                continue;
+            }
+            scratch.total.clear(a, lines.count);
+            for (int j = 0; j < n_splits(lines); ++j) {
+                attend_split(a, lines, k_cache, v_cache, first_split(lines) + j, scratch, scratch.split);
+                merge(a, scratch.split, scratch.total, lines.count);
+            }
+            store_result(a, lines, scratch.total, out);
+        }
+#pragma omp for schedule(dynamic, 1)
+        for (size_t i = 0; i < plan.parts.size(); ++i) {
+            const Lines& lines = plan.lines[plan.parts[i].first];
+            scratch.total.clear(a, lines.count);
+            size_t size = Partial::size(a, lines.count);
+            for (int j = 0; j < n_splits(lines); ++j)
+                merge(a, Partial(plan.parts[i].second + j * size, lines.count), scratch.total, lines.count);
+            store_result(a, lines, scratch.total, out);
+        }
+    }
+    int64_t done = int64_t(a.cu_q[a.rows]) * a.q_heads * a.head_dim;
+    std::memset(static_cast<void*>(out + done), 0, (a.tokens * a.q_heads * a.head_dim - done) * sizeof(Q));
+}
+
+const char* check_attention(const Attention& a) {
+    if (a.cu_q[0] != 0) return refuse("cu_q starts at %d, not at 0", a.cu_q[0]);
+    for (int row = 0; row < a.rows; ++row) {
+        int n = a.cu_q[row + 1] - a.cu_q[row], keys = a.kv_len[row];
+        if (n < 0 || a.cu_q[row + 1] > a.tokens)
+            return refuse("cu_q[%d] is %d after %d, with %lld query tokens", row + 1, a.cu_q[row + 1], a.cu_q[row],
+                          (long long)a.tokens);
+        if (n > keys || keys > int64_t(a.table_width) * a.block_size)
+            return refuse("row %d has kv_len %d, with %d query tokens and room for %lld in its block table", row, keys, n,
+                          (long long)a.table_width * a.block_size);
+        if (n == 0) continue;
+        const int32_t* table = a.block_table + int64_t(row) * a.table_width;
+        for (int i = a.first_key(keys - n) / a.block_size; i * a.block_size < keys; ++i)
+            if (table[i] < 0 || table[i] >= a.n_blocks)
+                return refuse("row %d has block %d at %d of its block table, outside of [0, %lld)", row, table[i], i,
+                              (long long)a.n_blocks);
+    }
+    return nullptr;
+}
+
+// Calls body(pointer to T) with the type that `is_bf16` names.
+template <class Body>
+void with_type(bool is_bf16, Body body) {
+    if (is_bf16)
+        body(static_cast<bf16*>(nullptr));
+    else
+        body(static_cast<float*>(nullptr));
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The C interface. Tensors are contiguous and of checked shapes; what only their contents tell is checked here.
+
+extern "C" {
+
+const char* batchrun_rms_norm(const void* x, void* residual, const void* weight, void* out, int64_t rows, int n, float eps,
+                              bool is_bf16, int threads) {
+    with_type(is_bf16, [&](auto* type) {
+        using T = std::remove_pointer_t<decltype(type)>;
+        rms_norm(static_cast<const T*>(x), static_cast<T*>(residual), static_cast<const T*>(weight), eps,
+                 static_cast<T*>(out), rows, n, threads);
+    });
+    return nullptr;
+}
+
+const char* batchrun_silu_mul(const void* gate_up, void* out, int64_t rows, int n, bool is_bf16, int threads) {
+    with_type(is_bf16, [&](auto* type) {
+        using T = std::remove_pointer_t<decltype(type)>;
+        silu_mul(static_cast<const T*>(gate_up), static_cast<T*>(out), rows, n, threads);
+    });
+    return nullptr;
+}
+
+const char* batchrun_rope_kv_write(const void* qkv, const float* cos_sin, const void* positions, bool wide_positions,
+                                   const void* slots, bool wide_slots, void* k_cache, void* v_cache, const void* q_norm,
+                                   const void* k_norm, void* q, int64_t tokens, int64_t max_position, int64_t n_blocks,
+                                   int q_heads, int kv_heads, int head_dim, int block_size, float eps, bool is_bf16,
+                                   bool cache_is_bf16, int threads) {
+    Rope shape{tokens, max_position, n_blocks * block_size, q_heads, kv_heads, head_dim, block_size, threads, eps};
+    Indices at{positions, wide_positions}, to{slots, wide_slots};
+    if (const char* error = check_rope(at, to, shape)) return error;
+    with_type(is_bf16, [&](auto* type) {
+        using T = std::remove_pointer_t<decltype(type)>;
+        with_type(cache_is_bf16, [&](auto* cache_type) {
+            using C = std::remove_pointer_t<decltype(cache_type)>;
+            rope_kv_write(static_cast<const T*>(qkv), cos_sin, at, to, static_cast<C*>(k_cache), static_cast<C*>(v_cache),
+                          static_cast<const T*>(q_norm), static_cast<const T*>(k_norm), static_cast<T*>(q), shape);
+        });
+    });
+    return nullptr;
+}
+
+const char* batchrun_attention(const void* q, const void* k_cache, const void* v_cache, void* out, const int32_t* cu_q,
+                               const int32_t* kv_len, const int32_t* block_table, int64_t tokens, int64_t n_blocks,
+                               int rows, int table_width, int q_heads, int kv_heads, int head_dim, int block_size,
+                               int window, float scale, float softcap, bool is_bf16, bool cache_is_bf16, int threads) {
+    Attention a{cu_q,     kv_len,   block_table, tokens, n_blocks, rows,  table_width, q_heads,
+                kv_heads, head_dim, block_size,  window, threads,  scale, softcap};
+    if (const char* error = check_attention(a)) return error;
+    with_type(is_bf16, [&](auto* type) {
+        using Q = std::remove_pointer_t<decltype(type)>;
+        with_type(cache_is_bf16, [&](auto* cache_type) {
+            using C = std::remove_pointer_t<decltype(cache_type)>;
+            attention(a, static_cast<const Q*>(q), static_cast<const C*>(k_cache), static_cast<const C*>(v_cache),
+                      static_cast<Q*>(out));
+        });
+    });
+    return nullptr;
+}
+
+}  // extern "C"

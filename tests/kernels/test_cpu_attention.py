@@ -1,0 +1,431 @@
+"""The native CPU kernels against float64, and the promise that a token's bits depend on that token alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypedDict, Unpack
+
+import pytest
+import torch
+from batchrun.kernels import cpu
+from batchrun.kernels.cpu import build
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+
+def has_compiler() -> bool:
+    try:
+        return bool(build.find_compiler())
+    except build.BuildError:
+        return False
+
+
+needs_kernels = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
+
+DTYPES = [torch.float32, torch.bfloat16]
+ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
+quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@dataclass(frozen=True)
+class Batch:
+    cu_q: Tensor
+    kv_len: Tensor
+    block_table: Tensor
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """All tokens of one request: q [n, HQ, D], k and v [n, HKV, D]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+Row = tuple[Sequence, int, int]  # the queries [start, end) of a sequence
+
+
+class Options(TypedDict, total=False):
+    window: int | None
+    softcap: float | None
+
+
+@dataclass(frozen=True)
+class Case:
+    rows: list[Row]
+    block_size: int
+    options: Options
+
+    @property
+    def lengths(self) -> list[int]:
+        return [end - start for _, start, end in self.rows]
+
+
+def make_sequence(n: int, q_heads: int, kv_heads: int, dim: int, dtype: torch.dtype, seed: int = 0) -> Sequence:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(heads: int) -> Tensor:
+        return torch.randn(n, heads, dim, generator=generator).to(dtype)
+
+    return Sequence(draw(q_heads) * 2, draw(kv_heads), draw(kv_heads))
+
+
+def paged(
+    rows: list[tuple[Sequence, int, int]], block_size: int, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Batch]:
+    """Queries [start, end) of each sequence as a batch over shuffled blocks; what no token owns is NaN."""
+    blocks = [-(-end // block_size) for _, _, end in rows]
+    kv_heads, dim = rows[0][0].k.shape[1:]
+    order = (torch.randperm(sum(blocks), generator=torch.Generator().manual_seed(seed)) + 1).tolist()
+    k_cache = torch.full((sum(blocks) + 1, kv_heads, block_size, dim), torch.nan, dtype=rows[0][0].k.dtype)
+    v_cache = k_cache.clone()
+    table = torch.zeros(len(rows), max(blocks) + 1, dtype=torch.int32)
+    for i, (sequence, _, end) in enumerate(rows):
+        for j in range(blocks[i]):
+            table[i, j] = block = order.pop()
+            kept = slice(j * block_size, min((j + 1) * block_size, end))
+            k_cache[block, :, : kept.stop - kept.start] = sequence.k[kept].transpose(0, 1)
+            v_cache[block, :, : kept.stop - kept.start] = sequence.v[kept].transpose(0, 1)
+    lengths = torch.tensor([0] + [end - start for _, start, end in rows])
+    batch = Batch(lengths.cumsum(0).int(), torch.tensor([end for _, _, end in rows], dtype=torch.int32), table)
+    return torch.cat([s.q[start:end] for s, start, end in rows]), k_cache, v_cache, batch
+
+
+def run(rows: list[Row], block_size: int = 16, seed: int = 0, **options: Unpack[Options]) -> Tensor:
+    q, k_cache, v_cache, batch = paged(rows, block_size, seed)
+    return cpu.attention(q, k_cache, v_cache, batch, scale=q.shape[-1] ** -0.5, **options)
+
+
+def reference(s: Sequence, start: int, end: int, window: int | None = None, softcap: float | None = None) -> Tensor:
+    group = s.q.shape[1] // s.k.shape[1]
+    q = s.q[start:end].double().transpose(0, 1)
+    k, v = (x[:end].double().repeat_interleave(group, dim=1).transpose(0, 1) for x in (s.k, s.v))
+    scores = q @ k.transpose(1, 2) * s.q.shape[-1] ** -0.5
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    distance = torch.arange(start, end)[:, None] - torch.arange(end)
+    hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+    return torch.matmul(scores.masked_fill(hidden, -torch.inf).softmax(-1), v).transpose(0, 1)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Case:
+    kv_heads, group = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 3, 4, 7, 8]))
+    dim = draw(st.sampled_from([8, 24, 64, 72, 80, 96, 128, 256]))
+    block_size = draw(st.sampled_from([8, 16, 32, 64]))
+    dtype = draw(st.sampled_from(DTYPES))
+    multiple = st.sampled_from([block_size, 64, 128, 512, 1024])
+    length = st.integers(1, 150) | st.builds(lambda m, off: max(1, m + off), multiple, st.integers(-1, 1))
+    rows = []
+    for seed, end in enumerate(draw(st.lists(length, min_size=1, max_size=4))):
+        n_queries = min(draw(st.sampled_from([1, 1, 2, 5, 33, 64, 200])), end)
+        rows.append((make_sequence(end, kv_heads * group, kv_heads, dim, dtype, seed), end - n_queries, end))
+    window, softcap = (
+        draw(st.none() | st.sampled_from([1, 7, 64, 65, 500])),
+        draw(st.none() | st.sampled_from([5.0, 50.0])),
+    )
+    return Case(rows, block_size, {"window": window, "softcap": softcap})
+
+
+@needs_kernels
+@given(batches())
+@quick
+def test_attention_equals_float64(case: Case) -> None:
+    out = run(case.rows, case.block_size, **case.options)
+    expected = torch.cat([reference(*row, **case.options) for row in case.rows])
+    tolerance = 4 * ROUNDING[out.dtype]
+    torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@needs_kernels
+@given(batches())
+@quick
+def test_attention_bits_do_not_depend_on_the_batch(case: Case) -> None:
+    together = torch.split(run(case.rows, case.block_size, **case.options), case.lengths)
+    for row, expected in zip(case.rows, together, strict=True):
+        assert torch.equal(run([row], case.block_size, seed=9, **case.options), expected)
+        assert torch.equal(run([row], 128 - case.block_size, **case.options), expected)
+    backwards = torch.split(run(case.rows[::-1], case.block_size, seed=5, **case.options), case.lengths[::-1])
+    assert all(torch.equal(a, b) for a, b in zip(together, backwards[::-1], strict=True))
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 80), (7, 1, 128)])
+def test_attention_bits_do_not_depend_on_chunks(
+    dtype: torch.dtype, window: int | None, q_heads: int, kv_heads: int, dim: int
+) -> None:
+    sequence = make_sequence(601, q_heads, kv_heads, dim, dtype)
+    whole = run([(sequence, 0, 601)], window=window)
+    for chunk in (1, 7, 64, 100, 512):
+        starts = range(0, 601, chunk) if chunk > 7 else (0, 63, 64, 300, 511, 512, 600)
+        for start in starts:
+            end = min(start + chunk, 601)
+            assert torch.equal(run([(sequence, start, end)], window=window), whole[start:end])
+
+
+@pytest.fixture
+def restore_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@needs_kernels
+@pytest.mark.parametrize("lengths", [[3000], [1, 700, 5, 2100], [64] * 40])
+def test_attention_bits_do_not_depend_on_threads(lengths: list[int], restore_threads: None) -> None:
+    rows = [(make_sequence(n, 4, 2, 64, torch.float32, n), max(0, n - 30), n) for n in lengths]
+    results = []
+    for threads in (1, 2, 3, 8):
+        torch.set_num_threads(threads)
+        results.append(run(rows))
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+@needs_kernels
+def test_a_later_nan_does_not_reach_earlier_tokens() -> None:
+    clean = make_sequence(100, 6, 2, 64, torch.float32)
+    dirty = Sequence(clean.q.clone(), clean.k.clone(), clean.v.clone())
+    for x in (dirty.q, dirty.k, dirty.v):
+        x[70] = torch.nan
+    out = run([(dirty, 0, 100)])
+    assert torch.equal(out[:70], run([(clean, 0, 100)])[:70])
+    assert out[70:].isnan().all()
+
+
+@needs_kernels
+def test_attention_reads_no_window_freed_block_and_zeroes_padding() -> None:
+    sequence = make_sequence(300, 4, 2, 64, torch.float32)
+    q, k_cache, v_cache, batch = paged([(sequence, 290, 300)], 16)
+    batch.block_table[0, : (290 - 50) // 16] = 0
+    padded = torch.cat([q, q.new_full((6, 4, 64), torch.nan)])
+    out = cpu.attention(padded, k_cache, v_cache, batch, scale=0.125, window=50)
+    assert torch.equal(out[:10], run([(sequence, 290, 300)], window=50))
+    assert (out[10:] == 0).all()
+
+
+@needs_kernels
+def test_attention_mixes_dtypes_and_writes_in_place() -> None:
+    s = make_sequence(90, 4, 2, 64, torch.bfloat16)
+    q, k_cache, v_cache, batch = paged([(s, 80, 90)], 16)
+    out = q.float()
+    returned = cpu.attention(out, k_cache, v_cache, batch, scale=0.125, out=out)
+    assert returned is out
+    torch.testing.assert_close(out.double(), reference(s, 80, 90), rtol=1e-5, atol=1e-5)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("block_table", -1, "block -1 at 0"),
+        ("block_table", 99, "block 99"),
+        ("kv_len", 10_000, "kv_len 10000"),
+        ("kv_len", 3, "kv_len 3, with 10 query"),
+        ("cu_q", 11, "cu_q"),
+    ],
+)
+def test_attention_refuses_indices_out_of_range(field: str, value: int, message: str) -> None:
+    q, k_cache, v_cache, batch = paged([(make_sequence(40, 4, 2, 64, torch.float32), 30, 40)], 16)
+    getattr(batch, field).view(-1)[-1 if field == "cu_q" else 0] = value
+    with pytest.raises(ValueError, match=message):
+        cpu.attention(q, k_cache, v_cache, batch, scale=1.0)
+
+
+@needs_kernels
+def test_attention_refuses_wrong_tensors() -> None:
+    q, k_cache, v_cache, batch = paged([(make_sequence(40, 4, 2, 64, torch.float32), 30, 40)], 16)
+    for bad_q in (q.half(), q[:, :3].contiguous(), q.transpose(0, 1), q[:, :, :32].contiguous()):
+        with pytest.raises(ValueError, match=r"must be|query over|head_dim"):
+            cpu.attention(bad_q, k_cache, v_cache, batch, scale=1.0)
+    with pytest.raises(ValueError, match="window"):
+        cpu.attention(q, k_cache, v_cache, batch, scale=1.0, window=0)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def norm64(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    x = x.double()
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(rows=st.integers(0, 70), width=st.integers(1, 700), seed=st.integers(0, 99))
+@quick
+def test_norms_equal_float64_and_rows_stand_alone(dtype: torch.dtype, rows: int, width: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    x, residual, weight = (torch.randn(*shape).to(dtype) for shape in ((rows, width), (rows, width), (width,)))
+    out = cpu.rms_norm(x, weight, 1e-5)
+    tolerance = 2 * ROUNDING[dtype]
+    torch.testing.assert_close(out.double(), norm64(x, weight, 1e-5), rtol=tolerance, atol=tolerance)
+    total = x + residual
+    normed = cpu.add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(residual, total)
+    assert torch.equal(normed, cpu.rms_norm(total, weight, 1e-5))
+    for i in range(0, rows, 17):
+        assert torch.equal(cpu.rms_norm(x[i], weight, 1e-5), out[i])
+    assert cpu.rms_norm(x, weight, 1e-5, out=x) is x
+    assert torch.equal(x, out)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(rows=st.integers(0, 40), width=st.integers(1, 600))
+@quick
+def test_silu_mul_equals_float64_and_rows_stand_alone(dtype: torch.dtype, rows: int, width: int) -> None:
+    gate_up = (torch.randn(rows, 2 * width) * 6).to(dtype)
+    out = cpu.silu_mul(gate_up)
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    tolerance = ROUNDING[dtype]
+    torch.testing.assert_close(out.double(), gate * gate.sigmoid() * up, rtol=tolerance, atol=1e-9)
+    for i in range(0, rows, 11):
+        assert torch.equal(cpu.silu_mul(gate_up[i : i + 1])[0], out[i])
+
+
+@needs_kernels
+def test_silu_of_extremes() -> None:
+    gate = torch.tensor([-torch.inf, -1e4, -100.0, -0.0, 0.0, 100.0, 1e4, torch.inf, torch.nan])
+    expected = torch.nn.functional.silu(gate)
+    torch.testing.assert_close(cpu.silu_mul(torch.cat([gate, torch.ones(9)])[None])[0], expected, equal_nan=True)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bf16_rounds_to_nearest_even(dtype: torch.dtype) -> None:
+    x = torch.cat([torch.randn(4000), torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0, 3.4e38, 1e-40, -2.0])])
+    values = x.view(501, 8)
+    qkv = torch.cat([torch.zeros(501, 16), values], dim=1)
+    k_cache, v_cache = (torch.zeros(501, 1, 8, 8, dtype=dtype) for _ in range(2))
+    cpu.rope_kv_write(
+        qkv, torch.ones(1, 8), torch.zeros(501, dtype=torch.int32), torch.arange(501) * 8, k_cache, v_cache
+    )
+    torch.testing.assert_close(v_cache[:, 0, 0], values.to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cache_dtype", DTYPES)
+@given(
+    tokens=st.integers(1, 40),
+    dim=st.sampled_from([8, 24, 64, 80, 128]),
+    heads=st.sampled_from([(9, 3), (4, 4), (7, 1)]),
+    normed=st.booleans(),
+    index=st.sampled_from([torch.int32, torch.int64]),
+)
+@quick
+def test_rope_equals_float64_and_tokens_stand_alone(
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    tokens: int,
+    dim: int,
+    heads: tuple[int, int],
+    normed: bool,
+    index: torch.dtype,
+) -> None:
+    q_heads, kv_heads = heads
+    qkv = torch.randn(tokens, (q_heads + 2 * kv_heads) * dim).to(dtype)
+    angles = torch.arange(100)[:, None] / 10_000 ** (torch.arange(0, dim, 2) / dim)
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
+    positions, slots = torch.randint(0, 100, (tokens,)).to(index), torch.randperm(48)[:tokens].to(index)
+    norms = [torch.randn(dim).to(dtype) if normed else None for _ in range(2)]
+    caches = [torch.zeros(6, kv_heads, 8, dim, dtype=cache_dtype) for _ in range(2)]
+    rope = partial(cpu.rope_kv_write, q_norm=norms[0], k_norm=norms[1], eps=1e-6)
+    q = rope(qkv, cos_sin, positions, slots, *caches)
+
+    parts = torch.split(qkv.double().view(tokens, -1, dim), [q_heads, kv_heads, kv_heads], dim=1)
+    cos, sin = cos_sin[positions.long()].double()[:, None].chunk(2, dim=-1)
+    expected = []
+    for x, weight in zip(parts[:2], norms, strict=True):
+        x = x if weight is None else norm64(x, weight, 1e-6)
+        a, b = x.chunk(2, dim=-1)
+        expected.append(torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1))
+    written = [c.transpose(1, 2).reshape(48, kv_heads, dim)[slots.long()] for c in caches]
+    for got, want in ((q, expected[0]), (written[0], expected[1]), (written[1], parts[2])):
+        tolerance = 4 * ROUNDING[got.dtype]
+        torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
+
+    for i in range(0, tokens, 13):
+        again = [torch.zeros_like(c) for c in caches]
+        alone = rope(qkv[i : i + 1], cos_sin, positions[i : i + 1], slots[i : i + 1], *again)
+        assert torch.equal(alone[0], q[i])
+        where = divmod(int(slots[i]), 8)
+        assert all(
+            torch.equal(a[where[0], :, where[1]], b[where[0], :, where[1]]) for a, b in zip(again, caches, strict=True)
+        )
+
+
+@needs_kernels
+@pytest.mark.parametrize(("position", "slot"), [(-1, 0), (10, 0), (0, -1), (0, 32)])
+def test_rope_refuses_indices_before_it_writes(position: int, slot: int) -> None:
+    caches = [torch.zeros(2, 1, 16, 8) for _ in range(2)]
+    positions, slots = torch.tensor([0, position]), torch.tensor([1, slot])
+    with pytest.raises(ValueError, match="token 1 has"):
+        cpu.rope_kv_write(torch.ones(2, 24), torch.ones(10, 8), positions, slots, *caches)
+    assert all((c == 0).all() for c in caches)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def python(code: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def test_without_a_compiler_there_is_one_warning(tmp_path: Path) -> None:
+    code = "from batchrun.kernels import cpu; print(cpu.available(), cpu.available())"
+    said = python(code, CXX="no-such-compiler", BATCHRUN_CACHE=str(tmp_path))
+    assert "False False" in said
+    assert said.count("RuntimeWarning") == 1
+    assert "no-such-compiler" in said
+
+
+def test_a_failing_compiler_is_quoted(tmp_path: Path) -> None:
+    compiler = tmp_path / "cc"
+    compiler.write_text("#!/bin/sh\n[ \"$1\" = --version ] && exit 0\necho 'out of patience' >&2; exit 3\n")
+    compiler.chmod(0o755)
+    said = python(
+        "from batchrun.kernels import cpu; print(cpu.available())", CXX=str(compiler), BATCHRUN_CACHE=str(tmp_path)
+    )
+    assert "False" in said
+    assert "out of patience" in said
+    assert [p.name for p in (tmp_path / "native").iterdir()] == []
+
+
+@needs_kernels
+def test_concurrent_processes_build_one_library_and_share_torchs_openmp(tmp_path: Path) -> None:
+    code = """
+from pathlib import Path
+from batchrun.kernels import cpu
+assert cpu.available()
+maps = Path("/proc/self/maps")
+if maps.exists():
+    runtimes = {line.split()[-1] for line in maps.read_text().splitlines() if "libgomp" in line or "libomp" in line}
+    assert len(runtimes) == 1, runtimes
+"""
+    environment = os.environ | {"BATCHRUN_CACHE": str(tmp_path)}
+    children = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(2)]
+    assert [child.wait() for child in children] == [0, 0]
+    (library,) = (tmp_path / "native").iterdir()
+    built = library.stat().st_mtime_ns
+    python(code, BATCHRUN_CACHE=str(tmp_path))
+    assert library.stat().st_mtime_ns == built
+
+
+def test_importing_costs_no_build() -> None:
+    said = python("from batchrun.kernels import cpu", CXX="no-such-compiler")
+    assert said == ""
