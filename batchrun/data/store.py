@@ -70,8 +70,11 @@ class Store:
         self.url = re.sub(r"//[^/@]*@", "//", url).rstrip("/") or "/"
         self.patience = patience
         self._secrets = [*_secrets_of(options), *re.findall(r"//([^/@]+)@", url)]
-        # The listing cache would hide what other processes write.
-        self.fs, self.root = fsspec.core.url_to_fs(url, **{**options, "use_listings_cache": False})
+        if "://" in url or "::" in url:
+            # The listing cache would hide what other processes write.
+            self.fs, self.root = fsspec.core.url_to_fs(url, **{**options, "use_listings_cache": False})
+        else:
+            self.fs, self.root = LocalFileSystem(), str(Path(url).absolute())
         self.local = isinstance(self.fs, LocalFileSystem)
         self._backend: _Backend = _Disk(Path(self.root)) if self.local else _Objects(self.fs, self.root)
 

@@ -1,0 +1,134 @@
+"""The small JSON records under ``_batchrun/``: what is committed, and what the result consists of.
+
+What lies in ``output.path``::
+
+    part-00000.parquet ...            the results, one part per split
+    _manifest.json                    copy of the newest manifest, for people
+    _batchrun/job.json                the configuration whose results these are
+    _batchrun/input-<generation>.json the input's files and splits
+    _batchrun/segments/               finished rows in order of completion, until their split is committed
+    _batchrun/partials/               unfinished rows of each attempt
+    _batchrun/staged/                 parts before they are published
+    _batchrun/splits/<split>.json     commit records
+    _batchrun/manifests/              the chain of manifests
+    _batchrun/leases/                 who is at work
+    _batchrun/status-<attempt>.json   how far an attempt is
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any, TypeVar
+
+import pyarrow as pa
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from batchrun.data.store import StorageError, Store
+
+FORMAT = 1  # of everything under _batchrun/
+
+HOME = "_batchrun"
+JOB = f"{HOME}/job.json"
+SEGMENTS = f"{HOME}/segments"
+PARTIALS = f"{HOME}/partials"
+STAGED = f"{HOME}/staged"
+SPLITS = f"{HOME}/splits"
+MANIFESTS = f"{HOME}/manifests"
+MANIFEST_COPY = "_manifest.json"
+
+EMPTY_PART = -1  # PartEntry.split of the part that an output without any split has
+
+
+class Record(BaseModel):
+    """Base of the records; unknown fields, of later versions, are ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class SplitRecord(Record):
+    """The commit record of one split, and what its part holds."""
+
+    split: int
+    attempt: str
+    part: str  # final name
+    staged: str  # where the part lies until it is published
+    rows: int
+    ok: int
+    errors: int
+    prompt_tokens: int
+    completion_tokens: int
+    bytes: int
+    sha256: str
+    typed: bool  # see batchrun.data.parts.PartContent
+    columns: dict[str, str]  # of a Parquet part: name -> Arrow type, for people
+    schema_ipc: str | None  # of a Parquet part: its Arrow schema, see encoded_schema
+
+    @property
+    def schema_arrow(self) -> pa.Schema:
+        """The schema that the part was committed with."""
+        return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(self.schema_ipc or "")))
+
+
+class PartEntry(Record):
+    """A part as a manifest names it."""
+
+    name: str
+    split: int
+    rows: int
+    ok: int
+    errors: int
+    bytes: int
+    sha256: str
+    staged: str | None = None  # where this manifest's own version of the part lies until it is published
+
+
+class Manifest(Record):
+    """One generation of the list of parts that make up the result."""
+
+    format: int = FORMAT
+    generation: int
+    attempt: str
+    created: str  # ISO 8601
+    complete: bool  # every split of the input is there
+    fingerprint: str  # SHA-256 of the configuration
+    configuration: dict[str, Any]
+    run: dict[str, Any]  # what the run that wrote it said of itself: model revision, versions, device
+    columns: dict[str, str]  # of a complete Parquet output: name -> Arrow type
+    rows: int
+    ok: int
+    errors: int
+    prompt_tokens: int
+    completion_tokens: int
+    parts: list[PartEntry]
+
+
+R = TypeVar("R", bound=Record)
+
+
+def split_file(number: int) -> str:
+    """The name of a split's commit record."""
+    return f"{SPLITS}/{number:05d}.json"
+
+
+def manifest_file(generation: int) -> str:
+    return f"{MANIFESTS}/{generation:08d}.json"
+
+
+def encode(data: Any) -> bytes:
+    """JSON for a record; equal data gives equal bytes."""
+    plain = data.model_dump(mode="json") if isinstance(data, Record) else data
+    return json.dumps(plain, indent=1, sort_keys=not isinstance(data, Record)).encode()
+
+
+def encoded_schema(schema: pa.Schema | None) -> str | None:
+    """An Arrow schema as base64 text."""
+    return None if schema is None else base64.b64encode(schema.serialize().to_pybytes()).decode()
+
+
+def read_record(store: Store, name: str, kind: type[R]) -> R:
+    """A record that must be there. Raises StorageError if it is damaged."""
+    try:
+        return kind.model_validate_json(store.read(name))
+    except ValidationError as error:
+        raise StorageError(f"{store.path(name)} is damaged: {error.errors()[0]['msg']}") from error

@@ -1,0 +1,606 @@
+"""The output of a job: checkpoints while it runs, one part per split when that is done, and the manifest over all.
+
+A split is committed by exclusively creating its record, an output by exclusively creating a manifest. Both name staged
+files, which are published after that by whoever comes first, so that a process may die between any two steps. What is
+stored where: :mod:`batchrun.data.records`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import io
+import itertools
+import json
+import logging
+import re
+import uuid
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchrun.data.columns import LossyColumnError, as_json_text, unify
+from batchrun.data.lease import DEFAULT_TTL, Lease, Owner, acquire, holder
+from batchrun.data.parts import Layout, MissingResultError, PartContent, rewrite_part, write_part
+from batchrun.data.records import (
+    EMPTY_PART,
+    FORMAT,
+    HOME,
+    JOB,
+    MANIFEST_COPY,
+    MANIFESTS,
+    PARTIALS,
+    SEGMENTS,
+    SPLITS,
+    STAGED,
+    Manifest,
+    PartEntry,
+    SplitRecord,
+    encode,
+    encoded_schema,
+    manifest_file,
+    read_record,
+    split_file,
+)
+from batchrun.data.results import Results, partials_of, partials_table, results_table
+from batchrun.data.rows import Batch, InputFile, PartialRow, RowResult, Split
+from batchrun.data.store import StorageError, Store, sha256_of
+from batchrun.errors import JobError
+from batchrun.job import OutputSpec
+
+log = logging.getLogger(__name__)
+
+_LEASE = "job"
+_PART_NAME = re.compile(r"part-\d{5,}\.(parquet|jsonl)")
+_SEGMENT_NAME = re.compile(rf"{SEGMENTS}/(\d+)-[0-9a-f]+-\d+\.parquet")
+_PARTIALS_NAME = re.compile(rf"{PARTIALS}/([0-9a-f]+)-(\d+)\.parquet")
+_START_AGAIN = "use another output.path, or --overwrite to start again"
+
+
+class Batches(Protocol):
+    """What a part is joined from; :class:`batchrun.data.source.Source` is one."""
+
+    def batches(self, split: Split) -> Iterator[Batch]: ...
+
+
+class OutputView:
+    """What lies in an output, for readers. Nothing here writes."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    @classmethod
+    def at(cls, path: str, storage_options: dict[str, Any] | None = None) -> OutputView | None:
+        """The output at that path or URL, or None if there is none. Raises JobError for an impossible path."""
+        try:
+            store = Store(path, storage_options)
+            return cls(store) if store.exists(JOB) else None
+        except (StorageError, OSError, ValueError, ImportError) as error:
+            raise JobError(f"{path}: {error}") from error
+
+    def recorded_configuration(self) -> dict[str, Any]:
+        """The configuration whose results these are. Raises JobError if another version of batchrun wrote it."""
+        try:
+            job = json.loads(self.store.read(JOB))
+            if job["format"] == FORMAT:
+                return dict(job["configuration"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise JobError(f"{self.store.path(JOB)} is damaged: {_START_AGAIN}") from error
+        raise JobError(f"{self.store.url} was written by another version of batchrun: {_START_AGAIN}")
+
+    def recorded_input(self) -> tuple[list[InputFile], list[Split]] | None:
+        """The files and splits of the recorded input, or None before there is one."""
+        records = self._input_records()
+        if not records:
+            return None
+        record = json.loads(self.store.read(records[-1]))
+        files = [InputFile(**file) for file in record["files"]]
+        return files, [Split(**split | {"file": files[split["file"]]}) for split in record["splits"]]
+
+    def check_input(self, files: Sequence[InputFile]) -> list[Split]:
+        """The recorded splits, to be read from ``files``. Raises JobError showing what changed since."""
+        recorded = self.recorded_input()
+        if recorded is None:
+            raise JobError(f"{self.store.url}: no input is recorded")
+        before, now = ({file.key: file for file in some} for some in (recorded[0], files))
+        if changes := _input_changes(before, now):
+            raise JobError(
+                "\n".join([f"the input has changed since {self.store.url} was begun:", *changes, _START_AGAIN])
+            )
+        return [replace(split, file=now[split.file.key]) for split in recorded[1]]
+
+    def committed(self) -> dict[int, SplitRecord]:
+        """The commit record of each committed split."""
+        records = [read_record(self.store, name, SplitRecord) for name in self.store.names(SPLITS)]
+        return {record.split: record for record in records}
+
+    def done_rows(self, split: int) -> set[int]:
+        """Rows of an uncommitted split whose results are in segments. A damaged segment counts for nothing."""
+        done: set[int] = set()
+        for name in self._segments(split):
+            table = self._table(name, columns=["row"])
+            if table is not None:
+                done.update(table["row"].to_pylist())
+        return done
+
+    def partials(self) -> dict[tuple[int, int], PartialRow]:
+        """(split, row) -> what is known of it, for rows of uncommitted splits that an attempt left unfinished.
+
+        Of several attempts at a row, the longest. The row may have been finished since: see :meth:`done_rows`.
+        """
+        committed = self._committed_numbers()
+        longest: dict[tuple[int, int], PartialRow] = {}
+        for names in self._snapshots().values():
+            for partial in self._newest_snapshot(names):
+                known = longest.get((partial.split, partial.row))
+                if partial.split not in committed and (known is None or len(known.token_ids) < len(partial.token_ids)):
+                    longest[partial.split, partial.row] = partial
+        return longest
+
+    def manifest(self) -> Manifest | None:
+        """The newest manifest."""
+        names = self.store.names(MANIFESTS)
+        return read_record(self.store, names[-1], Manifest) if names else None
+
+    def holder(self) -> Owner | None:
+        """Who works on the output, as far as one look can tell."""
+        return holder(self.store, _LEASE)
+
+    def read_status(self) -> dict[str, Any] | None:
+        """What the newest attempt last said of its progress, with ``attempt`` and ``written`` (ISO 8601, UTC)."""
+        found = []
+        for name in self._home_files("status-"):
+            try:
+                found.append(json.loads(self.store.read_if_any(name) or b""))
+            except ValueError:
+                continue
+        return max(found, key=lambda status: str(status["written"]), default=None)
+
+    def _home_files(self, prefix: str) -> list[str]:
+        return [name for name in self.store.names(HOME) if name.startswith(f"{HOME}/{prefix}")]
+
+    def _input_records(self) -> list[str]:
+        return self._home_files("input-")
+
+    def _segments(self, split: int) -> list[str]:
+        matches = (_SEGMENT_NAME.fullmatch(name) for name in self.store.names(SEGMENTS))
+        return [match[0] for match in matches if match and int(match[1]) == split]
+
+    def _snapshots(self) -> dict[str, list[str]]:
+        """Attempt -> its partials files, newest first."""
+        found: dict[str, list[tuple[int, str]]] = defaultdict(list)
+        for name in self.store.names(PARTIALS):
+            if match := _PARTIALS_NAME.fullmatch(name):
+                found[match[1]].append((int(match[2]), name))
+        return {attempt: [name for _, name in sorted(names, reverse=True)] for attempt, names in found.items()}
+
+    def _newest_snapshot(self, names: Sequence[str]) -> list[PartialRow]:
+        """The partial rows of an attempt, from the newest of its files that is whole."""
+        for name in names:
+            table = self._table(name)
+            if table is not None:
+                return partials_of(table)
+        return []
+
+    def _table(self, name: str, columns: list[str] | None = None) -> pa.Table | None:
+        """A small Parquet file, or None if it is damaged, or gone (another worker may have removed it)."""
+        data = self.store.read_if_any(name)
+        if data is None:
+            return None
+        try:
+            return pq.read_table(io.BytesIO(data), columns=columns, page_checksum_verification=True)
+        except (pa.ArrowException, OSError) as error:
+            log.warning("%s is damaged, its rows are run again: %s", self.store.path(name), error)
+            return None
+
+    def _committed_numbers(self) -> set[int]:
+        return {int(Path(name).stem) for name in self.store.names(SPLITS)}
+
+
+class Output(OutputView):
+    """An output that this process may write: it holds the output's lease until :meth:`close`.
+
+    The methods that write are for one thread at a time.
+    """
+
+    def __init__(
+        self, store: Store, layout: Layout, configuration: dict[str, Any], *, attempt: str, lease: Lease
+    ) -> None:
+        super().__init__(store)
+        self.layout = layout
+        self.configuration = configuration
+        self.attempt = attempt
+        self.lease = lease
+        self._counter = itertools.count()
+        self._snapshot: str | None = None  # the newest partials file of this attempt
+
+    @classmethod
+    def open(
+        cls,
+        spec: OutputSpec,
+        configuration: dict[str, Any],
+        layout: Layout,
+        *,
+        inputs: Sequence[InputFile] = (),
+        overwrite: bool = False,
+        ttl: float = DEFAULT_TTL,
+    ) -> Output:
+        """Begins an output, or takes up what an earlier run left.
+
+        ``configuration`` is plain JSON data and covers what ``layout`` depends on. ``inputs`` must not lie within the
+        output. ``overwrite`` removes what batchrun wrote there before, and nothing else. ``ttl`` in seconds: see
+        :func:`batchrun.data.lease.acquire`.
+
+        Raises JobError if the output belongs to another configuration, is a directory of something else, or cannot be
+        written; and HeldError while another process works on it.
+        """
+        configuration = json.loads(encode(configuration))
+        attempt = uuid.uuid4().hex
+        try:
+            store = Store(spec.path, spec.storage_options)
+            _refuse_inputs(store, inputs)
+            begun = _is_begun(store, overwrite=overwrite)
+            if begun and not overwrite:
+                _check_configuration(store, configuration)
+            store.probe_exclusive_create()
+            lease = acquire(store, _LEASE, attempt, ttl=ttl)
+        except (StorageError, OSError, ValueError, ImportError) as error:
+            raise JobError(f"output.path: {error}") from error
+        try:
+            if overwrite:
+                _remove_everything(store)
+            if not store.create(JOB, encode({"format": FORMAT, "configuration": configuration})):
+                _check_configuration(store, configuration)
+        except BaseException:
+            lease.release()
+            raise
+        return cls(store, layout, configuration, attempt=attempt, lease=lease)
+
+    def close(self) -> None:
+        """Releases the lease."""
+        self.lease.release()
+
+    def __enter__(self) -> Output:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def record_input(self, files: Sequence[InputFile], splits: Sequence[Split]) -> None:
+        """Records the scanned input, or that it goes on with more splits than the recorded one had.
+
+        Raises JobError if it is not the recorded input.
+        """
+        recorded = self.recorded_input()
+        if recorded is not None:
+            known = self.check_input(files)
+            if list(splits[: len(known)]) != known:
+                raise JobError(f"{self.store.url}: the input no longer splits as it did: {_START_AGAIN}")
+            if len(known) == len(splits):
+                return
+        generation = len(self._input_records()) + 1
+        place = {file.key: index for index, file in enumerate(files)}
+        record = {
+            "format": FORMAT,
+            "attempt": self.attempt,
+            "files": [asdict(file) for file in files],
+            "splits": [asdict(split) | {"file": place[split.file.key]} for split in splits],
+        }
+        if not self.store.create(f"{HOME}/input-{generation:05d}.json", encode(record)):
+            self.record_input(files, splits)
+
+    def checkpoint(self, results: Sequence[RowResult], partials: Sequence[PartialRow]) -> None:
+        """Makes finished rows and the state of all unfinished ones durable.
+
+        ``partials`` replaces what this attempt said before: a row may be missing from it once its result is in
+        ``results`` of this call or an earlier one.
+        """
+        by_split: dict[int, list[RowResult]] = defaultdict(list)
+        for result in results:
+            by_split[result.split].append(result)
+        for split, rows in sorted(by_split.items()):
+            name = f"{SEGMENTS}/{split:05d}-{self.attempt}-{next(self._counter):06d}.parquet"
+            self.store.put(name, _parquet(results_table(rows)))
+        superseded, self._snapshot = self._snapshot, None
+        if partials:
+            self._snapshot = f"{PARTIALS}/{self.attempt}-{next(self._counter):06d}.parquet"
+            self.store.put(self._snapshot, _parquet(partials_table(partials)))
+        if superseded:
+            self.store.delete([superseded])
+
+    def write_status(self, status: dict[str, Any]) -> None:
+        """Leaves word of this attempt's progress: plain JSON data, replacing what it said before."""
+        status = {"attempt": self.attempt, "written": _timestamp(), **status}
+        self.store.put(f"{HOME}/status-{self.attempt}.json", encode(status))
+
+    def commit_split(self, split: Split, source: Batches) -> SplitRecord:
+        """Makes the split's part out of its segments and publishes it. Of several workers the first one's part counts.
+
+        Safe to call again after any interruption. Raises StorageError when a row has no result (its segment is
+        damaged): running the job again makes it anew.
+        """
+        if not self.store.exists(split_file(split.number)):
+            self._commit(split, source)
+        record = read_record(self.store, split_file(split.number), SplitRecord)
+        self._settle_split(record)
+        self.store.delete(self._segments(split.number))
+        self._retire_snapshots()
+        return record
+
+    def finish(self, run: dict[str, Any]) -> Manifest:
+        """Names what is committed in a new manifest, once all parts share one schema, and removes what none names.
+
+        ``run`` is what this run says of itself (model revision, versions, device); nothing in it may be secret. If
+        nothing was committed since the newest manifest, that one is returned. Raises StorageError if a published part
+        is gone or has another size.
+        """
+        newest = self.manifest()
+        if newest is not None:
+            self._settle_manifest(newest)
+        records = self.committed()
+        named = {part.split: part for part in newest.parts} if newest else {}
+        for number in records.keys() - named.keys():
+            self._settle_split(records[number])
+        recorded = self.recorded_input()
+        complete = recorded is not None and records.keys() >= {split.number for split in recorded[1]}
+        if newest is None or newest.complete != complete or named.keys() - {EMPTY_PART} != records.keys():
+            manifest = self._next_manifest(newest, records, run, complete=complete)
+            if not self.store.create(manifest_file(manifest.generation), encode(manifest)):
+                return self.finish(run)
+            self._settle_manifest(manifest)
+            newest = manifest
+        if complete:
+            self._sweep()
+        return newest
+
+    def _commit(self, split: Split, source: Batches) -> None:
+        """Stages the split's part and tries to create its commit record."""
+        tables = {segment: self._table(segment) for segment in self._segments(split.number)}
+        results = Results([table for table in tables.values() if table is not None])
+        with self.store.scratch() as directory:
+            path = directory / "part"
+            try:
+                content = write_part(path, source.batches(split), results, split, self.layout)
+            except MissingResultError as error:
+                self.store.delete(segment for segment, table in tables.items() if table is None)
+                raise StorageError(f"{error}; run the same command again to make it") from error
+            record = self._split_record(split, content, path)
+            self.store.put_file(path, record.staged)
+        if not self.store.create(split_file(split.number), encode(record)):
+            self.store.delete([record.staged])
+
+    def _split_record(self, split: Split, content: PartContent, path: Path) -> SplitRecord:
+        return SplitRecord(
+            split=split.number,
+            attempt=self.attempt,
+            part=self.layout.part_name(split.number),
+            staged=f"{STAGED}/{split.number:05d}-{self.attempt}",
+            rows=content.rows,
+            ok=content.rows - content.errors,
+            errors=content.errors,
+            prompt_tokens=content.prompt_tokens,
+            completion_tokens=content.completion_tokens,
+            bytes=path.stat().st_size,
+            sha256=sha256_of(path),
+            typed=content.typed,
+            columns=_described(content.schema),
+            schema_ipc=encoded_schema(content.schema),
+        )
+
+    def _settle_split(self, record: SplitRecord) -> None:
+        """Publishes a committed part unless that is done."""
+        if self.store.exists(record.staged) or not self.store.exists(record.part):
+            self.store.publish(record.staged, record.part)
+
+    def _retire_snapshots(self) -> None:
+        """Removes other attempts' partials of which every row is committed."""
+        committed = self._committed_numbers()
+        for attempt, names in self._snapshots().items():
+            if attempt != self.attempt and {row.split for row in self._newest_snapshot(names)} <= committed:
+                self.store.delete(names)
+
+    def _next_manifest(
+        self, newest: Manifest | None, records: dict[int, SplitRecord], run: dict[str, Any], *, complete: bool
+    ) -> Manifest:
+        """The manifest after ``newest``; the parts that it names otherwise than they are published lie staged."""
+        generation = newest.generation + 1 if newest else 1
+        entries = {part.split: part.model_copy(update={"staged": None}) for part in newest.parts} if newest else {}
+        parts = {number: entries.get(number) or _entry(record) for number, record in sorted(records.items())}
+        schema = None
+        if complete and not records:
+            parts[EMPTY_PART], schema = self._empty_part(generation)
+        elif complete and self.layout.format == "parquet":
+            parts, schema = self._unify(records, parts, generation)
+        totals = ("rows", "ok", "errors", "prompt_tokens", "completion_tokens")
+        return Manifest(
+            generation=generation,
+            attempt=self.attempt,
+            created=_timestamp(),
+            complete=complete,
+            fingerprint=hashlib.sha256(encode(self.configuration)).hexdigest(),
+            configuration=self.configuration,
+            run=run,
+            columns=_described(schema),
+            **{total: sum(getattr(record, total) for record in records.values()) for total in totals},
+            parts=list(parts.values()),
+        )
+
+    def _unify(
+        self, records: dict[int, SplitRecord], parts: dict[int, PartEntry], generation: int
+    ) -> tuple[dict[int, PartEntry], pa.Schema]:
+        """The parts in the one schema for all; those that have another are written anew and staged."""
+        schemas = {number: self._published_schema(records[number], parts[number]) for number in parts}
+        typed = all(record.typed for record in records.values())
+        schema = unify(list(schemas.values()), self.layout.names.values(), structs_grow=typed)
+        while True:
+            try:
+                return {
+                    number: entry
+                    if schemas[number].equals(schema, check_metadata=True)
+                    else self._rewrite(entry, schema, generation)
+                    for number, entry in parts.items()
+                }, schema
+            except LossyColumnError as lossy:
+                schema = as_json_text(schema, lossy.column)
+
+    def _published_schema(self, record: SplitRecord, entry: PartEntry) -> pa.Schema:
+        if entry.sha256 == record.sha256:
+            return record.schema_arrow
+        with self.store.local_copy(entry.name) as path:  # an earlier manifest had it written anew
+            return pq.read_schema(path)
+
+    def _rewrite(self, entry: PartEntry, schema: pa.Schema, generation: int) -> PartEntry:
+        with self.store.scratch() as directory, self.store.local_copy(entry.name) as published:
+            path = directory / "part"
+            rewrite_part(published, path, schema)
+            return self._stage(path, entry, generation)
+
+    def _empty_part(self, generation: int) -> tuple[PartEntry, pa.Schema | None]:
+        """A part without rows, so that an output without any is a readable data set."""
+        nothing = Split(InputFile("", "", 0, ""), 0, 1, 0)
+        name = self.layout.part_name(0)
+        entry = PartEntry(name=name, split=EMPTY_PART, rows=0, ok=0, errors=0, bytes=0, sha256="")
+        with self.store.scratch() as directory:
+            path = directory / "part"
+            content = write_part(path, [], Results([]), nothing, self.layout)
+            return self._stage(path, entry, generation), content.schema
+
+    def _stage(self, path: Path, entry: PartEntry, generation: int) -> PartEntry:
+        staged = f"{STAGED}/{generation:08d}-{entry.name}-{self.attempt}"
+        change = {"bytes": path.stat().st_size, "sha256": sha256_of(path), "staged": staged}
+        self.store.put_file(path, staged)
+        return entry.model_copy(update=change)
+
+    def _settle_manifest(self, manifest: Manifest) -> None:
+        """Publishes what the manifest has staged unless that is done, checks its parts, and copies it for people."""
+        for part in manifest.parts:
+            if part.staged and (self.store.exists(part.staged) or not self.store.exists(part.name)):
+                self.store.publish(part.staged, part.name)
+            size = self.store.size(part.name)
+            if size != part.bytes:
+                found = "is gone" if size is None else f"has {size} bytes"
+                raise StorageError(
+                    f"{self.store.path(part.name)} {found}, not {part.bytes} as recorded: {_START_AGAIN}"
+                )
+        copy = encode(manifest)
+        if self.store.read_if_any(MANIFEST_COPY) != copy:
+            self.store.put(MANIFEST_COPY, copy)
+
+    def _sweep(self) -> None:
+        """Removes what a complete output has no use for. A worker that still writes there commits nothing any more."""
+        own_status = f"{HOME}/status-{self.attempt}.json"
+        self.store.delete(self.store.names(SEGMENTS))
+        self.store.delete(self.store.names(PARTIALS))
+        self.store.delete(self.store.names(STAGED))
+        self.store.delete(name for name in self._home_files("status-") if name != own_status)
+        self.store.sweep_temporary()
+
+
+def _is_begun(store: Store, *, overwrite: bool) -> bool:
+    """Whether there is an output already. Raises JobError where something else is that it could do harm to."""
+    if store.exists(JOB):
+        return True
+    foreign = [name for name in store.entries() if name != HOME and not name.startswith(".")]
+    ours_by_name = [name for name in foreign if _PART_NAME.fullmatch(name) or name == MANIFEST_COPY]
+    if ours_by_name or (foreign and not overwrite):
+        shown = ", ".join([*(ours_by_name or foreign)[:3], *(["..."] if len(foreign) > 3 else [])])
+        hint = "" if ours_by_name else ", or --overwrite to write beside what is there"
+        raise JobError(f"{store.url} is not empty and no output of batchrun: {shown}; choose another output.path{hint}")
+    return False
+
+
+def _refuse_inputs(store: Store, inputs: Sequence[InputFile]) -> None:
+    """Raises JobError if an input file lies within the output."""
+    root = str(Path(store.root).resolve()) if store.local else store.root
+    for file in inputs:
+        protocol, path = fsspec.core.split_protocol(file.path)
+        if store.local and protocol in (None, "file", "local"):
+            path = str(Path(path).resolve())
+        elif protocol not in store.fs.protocol:
+            continue
+        if path == root or path.startswith(root.rstrip("/") + "/"):
+            raise JobError(f"output.path: {store.url} holds the input file {file.path}; choose another output.path")
+
+
+def _check_configuration(store: Store, configuration: dict[str, Any]) -> None:
+    differences = _differences(OutputView(store).recorded_configuration(), configuration)
+    if differences:
+        raise JobError("\n".join([f"{store.url} holds results of other settings:", *differences, _START_AGAIN]))
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """One line per field that differs."""
+    old, new = _dotted(before), _dotted(now)
+
+    def shown(fields: dict[str, Any], name: str) -> str:
+        return json.dumps(fields[name], ensure_ascii=False) if name in fields else "not set"
+
+    return [
+        f"  {name}: was {shown(old, name)}, is now {shown(new, name)}"
+        for name in dict.fromkeys([*old, *new])
+        if name not in old or name not in new or old[name] != new[name]
+    ]
+
+
+def _dotted(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for name, item in value.items():
+        fields |= _dotted(item, f"{prefix}{name}.") if isinstance(item, dict) and item else {f"{prefix}{name}": item}
+    return fields
+
+
+def _input_changes(before: dict[str, InputFile], now: dict[str, InputFile]) -> list[str]:
+    changes = [f"  {key}: is new" for key in now if key not in before]
+    changes += [f"  {key}: is gone" for key in before if key not in now]
+    for key, file in before.items():
+        for field in ("size", "version"):
+            was, is_now = getattr(file, field), getattr(now.get(key, file), field)
+            if was != is_now:
+                changes.append(f"  {key}: {field} was {was}, is now {is_now}")
+    return changes
+
+
+def _remove_everything(store: Store) -> None:
+    """Removes an output, leases apart.
+
+    Records of results go before the results and ``job.json`` last: what a removal that was cut short leaves is still
+    known to be ours, and no part counts as finished that is gone.
+    """
+    if not store.exists(JOB):
+        return
+    parts = [name for name in store.names("") if _PART_NAME.fullmatch(name)]
+    store.delete([MANIFEST_COPY, *store.names(MANIFESTS)])
+    store.delete(store.names(SPLITS))
+    store.delete([*store.names(PARTIALS), *store.names(SEGMENTS), *store.names(STAGED), *parts])
+    store.delete(name for name in store.names(HOME) if name != JOB)
+    store.delete([JOB])
+    store.sweep_temporary()
+
+
+def _entry(record: SplitRecord) -> PartEntry:
+    return PartEntry(
+        name=record.part, **record.model_dump(include={"split", "rows", "ok", "errors", "bytes", "sha256"})
+    )
+
+
+def _described(schema: pa.Schema | None) -> dict[str, str]:
+    return {field.name: str(field.type) for field in schema or ()}
+
+
+def _parquet(table: pa.Table) -> bytes:
+    buffer = io.BytesIO()
+    pq.write_table(table, buffer, compression="zstd", write_page_checksum=True)
+    return buffer.getvalue()
+
+
+def _timestamp() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds")
