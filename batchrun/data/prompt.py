@@ -23,7 +23,7 @@ from batchrun.tokenizer import Tokenizer
 
 _GROUP_CHARACTERS = 1 << 20  # encoded at once: a token costs the library about 200 bytes
 _SLICE_CHARACTERS = 1 << 16
-_LONG_CHARACTERS = 16  # for each token of the context: longer texts are measured in slices before they are encoded
+_LONG_CHARACTERS = 16  # for each token of the context: a longer text is measured before it is encoded
 
 
 class PromptBuilder:
@@ -126,19 +126,26 @@ class PromptBuilder:
         return self._tokenizer.encode(text, add_special_tokens=not self._is_chat)
 
     def _encode_long(self, item: PreparedRow, text: str) -> None:
-        """Encode a text that very likely does not fit without ever holding all of its tokens."""
+        """Encode a text that hardly fits, holding no more tokens at once than a few contexts' worth."""
         if self._spec.too_long == "error":
-            slices = range(0, len(text), _SLICE_CHARACTERS)
-            count = sum(len(self._encode_one(text[i : i + _SLICE_CHARACTERS])) for i in slices)
-            if count - 8 * len(slices) > self._limit:  # a cut and its special tokens add a few to each slice
+            if (count := self._hopeless(text)) is not None:
                 item.error = row_error("prompt_too_long", f"about {count} tokens; the limit is {self._limit}")
-                return
-            item.token_ids = self._encode_one(text)
+            else:
+                item.token_ids = self._encode_one(text)
             return
         piece = text[: self._long_text] if self._spec.too_long == "truncate_right" else text[-self._long_text :]
         item.token_ids = self._encode_one(piece)
         if len(item.token_ids) <= self._limit:
             item.token_ids = self._encode_one(text)
+
+    def _hopeless(self, text: str) -> int | None:
+        """About how many tokens a text has when its beginning alone is far too long; else None."""
+        count = 0
+        for start in range(0, len(text), _SLICE_CHARACTERS):
+            count += len(self._encode_one(text[start : start + _SLICE_CHARACTERS]))
+            if count > 2 * self._limit + 64:
+                return count * len(text) // min(len(text), start + _SLICE_CHARACTERS)
+        return None
 
     def _fit(self, item: PreparedRow) -> None:
         bos = self._tokenizer.bos_token_id

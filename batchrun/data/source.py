@@ -66,10 +66,13 @@ class Source:
 
     def rows(self, split: Split) -> Iterator[Row]:
         """The split's rows that ``spec.where`` keeps; one that cannot be read or compared comes with its error."""
+        return itertools.chain.from_iterable(self.row_groups(split))
+
+    def row_groups(self, split: Split) -> Iterator[list[Row]]:
+        """:meth:`rows` in the groups that they are read in: at most about a thousand rows and 16 MB."""
         for batch in self.batches(split):
             records = to_records(batch.table) if batch.table is not None else batch.records or []
-            for row, data, error in zip(batch.rows, records, batch.errors, strict=True):
-                yield Row(row, data, error)
+            yield list(map(Row, batch.rows, records, batch.errors))
 
     def batches(self, split: Split) -> Iterator[Batch]:
         """The same rows as :meth:`rows`, in columns where the format has them.
@@ -195,7 +198,9 @@ def _each_file(read: Callable[[InputFile], T], files: Iterable[InputFile]) -> li
 def _add_columns(batch: Batch, columns: dict[str, str | None]) -> Batch:
     """With constant columns at the end, where a row has none of that name."""
     if batch.table is None:
-        records = [r if r is None else r | {k: v for k, v in columns.items() if k not in r} for r in batch.records or []]
+        records = [
+            r if r is None else r | {k: v for k, v in columns.items() if k not in r} for r in batch.records or []
+        ]
         return replace(batch, records=records)
     table = batch.table
     for name, value in columns.items():

@@ -1,0 +1,119 @@
+"""Prepared rows from a process of their own, so that reading, templating and tokenizing never hold the engine's thread.
+
+One child process prepares the splits that are requested, in order, and stays one window ahead; a window is a run of
+rows of one split, sorted so that shared prefixes lie together. The child ends with its parent, however that dies.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Pipe
+from pathlib import Path
+from types import TracebackType
+
+import batchrun
+from batchrun.data.rows import PreparedRow, Split
+from batchrun.job import InputSpec, PromptSpec, SamplingSpec
+from batchrun.model_files import ModelFiles
+
+_EXIT_SECONDS = 5.0
+_CHILD = (
+    "import sys; sys.path.append(sys.argv[2]); from batchrun.data.feed_worker import serve; serve(int(sys.argv[1]))"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Some rows of one split in prefix order. ``last``: no more of the split follows; ``rows`` may then be empty."""
+
+    split: int
+    rows: list[PreparedRow]
+    last: bool
+
+
+class Feed:
+    """Prepares rows in a child process; a context manager, for one thread.
+
+    The child holds at most two windows, this side none: a window crosses over when :meth:`poll` takes it. Any error of
+    the child is raised by :meth:`poll`: a BatchrunError as it was, anything else as RuntimeError.
+    """
+
+    def __init__(
+        self, source: InputSpec, prompt: PromptSpec, sampling: SamplingSpec, model: ModelFiles, max_model_len: int
+    ) -> None:
+        self._connection, theirs = Pipe()
+        root = str(Path(batchrun.__file__).parents[1])
+        with theirs:
+            # Not multiprocessing.Process: it would run the caller's main module again, and import all that it does.
+            # A session of its own keeps the terminal's Ctrl-C away.
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _CHILD, str(theirs.fileno()), root],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        self._unfinished = 0  # splits requested and not yet delivered to their end
+        self._send((source, prompt, sampling, model, max_model_len))
+
+    def request(self, split: Split, skip: Collection[int] = ()) -> None:
+        """Queue a split; the row numbers in ``skip`` are left out."""
+        self._unfinished += 1
+        self._send((split, frozenset(skip)))
+
+    def poll(self, timeout: float | None = 0.0) -> Window | None:
+        """The next window, or None where none came within ``timeout`` seconds (None: no limit) or none is to come."""
+        if not self._unfinished:
+            return None
+        try:
+            if not self._connection.poll(timeout):
+                return None
+            message: Window | Exception = self._connection.recv()
+        except (EOFError, OSError):
+            raise self._death() from None
+        if isinstance(message, Exception):
+            self.close()
+            raise message
+        self._unfinished -= message.last
+        return message
+
+    def __iter__(self) -> Iterator[Window]:
+        """Windows until every requested split has ended."""
+        while (window := self.poll(None)) is not None:
+            yield window
+
+    def close(self) -> None:
+        """End the child. What was requested and not taken is dropped."""
+        self._unfinished = 0
+        self._connection.close()
+        try:
+            self._process.wait(_EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def __enter__(self) -> Feed:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _send(self, message: object) -> None:
+        try:
+            self._connection.send(message)
+        except OSError:
+            raise self._death() from None
+
+    def _death(self) -> RuntimeError:
+        self.close()
+        code = self._process.returncode
+        if code == -signal.SIGKILL:
+            return RuntimeError("the process that prepares prompts was killed (out of memory?)")
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return RuntimeError(f"the process that prepares prompts died: {how}")
