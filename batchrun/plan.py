@@ -261,7 +261,7 @@ def _time(checked: Preflight, tokens: int, sampled: int, steps: int, context: fl
     flops_rate, bytes_rate = _measure()
     weights = memory.weight_bytes(config, memory.DTYPE_BYTES[checked.dtype])
     seconds = max(flops / flops_rate, steps * weights / bytes_rate)
-    basis = f"{format_count(flops)}FLOP at the {flops_rate / 1e9:,.0f} GFLOP/s of a float32 matmul measured here"
+    basis = f"{format_count(flops)} FLOP at the {flops_rate / 1e9:,.0f} GFLOP/s of a float32 matmul measured here"
     return seconds, basis
 
 

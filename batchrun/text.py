@@ -20,11 +20,14 @@ def format_bytes(count: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """``950``, ``12.3k``, ``4.5M``: a count in a few characters."""
-    for limit, divisor, unit in ((999.5, 1, ""), (999_950, 1e3, "k"), (999_950_000, 1e6, "M")):
-        if abs(count) < limit:
-            return f"{count / divisor:.1f}{unit}" if unit else f"{count:.0f}"
-    return f"{count / 1e9:.1f}G"
+    """``950``, ``12.3k``, ``4.5M``, ``7.0G``, ``2.1T``: a count in a few characters."""
+    if abs(count) < 999.5:
+        return f"{count:.0f}"
+    for unit in "kMG":
+        count /= 1000
+        if abs(count) < 999.95:
+            return f"{count:.1f}{unit}"
+    return f"{count / 1000:.1f}T"
 
 
 def format_duration(seconds: float) -> str:
