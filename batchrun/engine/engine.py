@@ -94,7 +94,7 @@ class Engine:
         self.max_model_len = memory.resolve_max_model_len(raw, self.model_spec)
         bytes_per_token = memory.kv_bytes_per_token(raw, memory.DTYPE_BYTES[dtype])
         torch_device, torch_dtype = torch.device(device), getattr(torch, dtype)
-        ops = backend(device, reproducible=self.model_spec.reproducible)
+        ops = backend(torch_device, torch_dtype, reproducible=self.model_spec.reproducible)
         loader = Loader(open_weights(self.files), dtype=torch_dtype, device=torch_device)
         decoder = Decoder(config, loader, ops, self.max_model_len)
         free = memory.available_memory() if device == "cpu" else _free_gpu_memory(spec.gpu_memory_utilization)

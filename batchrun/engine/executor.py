@@ -6,9 +6,11 @@ step can be launched before the host knows what the one before it sampled.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +20,7 @@ from batchrun.engine.request import StepOutput
 from batchrun.engine.sampler import logprobs, sample
 from batchrun.models.decoder import Decoder, KVCache
 
+_CACHE_LINE = 64  # bytes
 _LOGIT_ROWS = 256  # rows of logits that exist at once while prompts are scored
 
 
@@ -46,10 +49,7 @@ class Executor:
         self.caches = []
         for window in model.windows:
             shape = (config.windows.count(window), n_blocks, config.n_kv_heads, block_size, config.head_dim)
-            # Zeros, not garbage: masked positions still meet a product with zero.
-            self.caches.append(
-                KVCache(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
-            )
+            self.caches.append(KVCache(_zeros(shape, dtype, device), _zeros(shape, dtype, device)))
         self.tokens = torch.zeros(max_num_seqs, max_model_len, dtype=torch.int64, device=device)
         self._stream = ThreadPoolExecutor(1, "executor", initializer=_use_threads, initargs=(num_threads,))
 
@@ -91,6 +91,16 @@ class Executor:
             targets = torch.tensor(row.targets[begin : begin + count], device=self.device)
             out.extend(_present(logprobs(logits, targets, [row.top] * count)))
         return out
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A pool of zeros (masked positions still meet a product with zero); on a CPU its pages cost nothing until written."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    count = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(count + _CACHE_LINE, np.uint8)
+    start = -memory.ctypes.data % _CACHE_LINE
+    return torch.from_numpy(memory[start : start + count]).view(dtype).view(shape)
 
 
 def _present(entries: Sequence[TokenLogprob | None]) -> list[TokenLogprob]:

@@ -60,7 +60,8 @@ class Decoder:
         self.ops = ops
         self.windows = sorted(set(config.windows), key=lambda window: (window is not None, window or 0))
         self.cos_sin = rope_table(config.rope, config.head_dim, max_model_len).to(loader.device)
-        self.embedding = loader.take_linear("model.embed_tokens.weight", shape=(config.vocab_size, config.hidden_size))
+        table = (config.vocab_size, config.hidden_size)
+        self.embedding = loader.take_linear("model.embed_tokens.weight", shape=table, keep_rows=True)
         self.layers = [self._layer(loader, index) for index in range(config.n_layers)]
         self.norm = loader.take("model.norm.weight")
         tied = config.tie_embeddings or not loader.has("lm_head.weight")
@@ -109,7 +110,7 @@ class Decoder:
             keys, values = cache.keys[layer.place], cache.values[layer.place]
             qkv = ops.linear(hidden, layer.qkv.weight, layer.qkv.bias)
             q = ops.rope_kv_write(
-                qkv, self.cos_sin, positions, batch.slots, keys, values, config.n_heads,
+                qkv, self.cos_sin, positions, batch.slots, keys, values,
                 q_norm=layer.q_norm, k_norm=layer.k_norm, eps=config.norm_eps,
             )  # fmt: skip
             attended = ops.attention(q, keys, values, batch, scale=scale, window=layer.window)

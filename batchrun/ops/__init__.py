@@ -1,12 +1,26 @@
-"""Picks the module of operations for a device. A backend is a module that exports the same few functions."""
+"""Picks the module of operations. A backend is a module that exports the same few functions.
+
+==================  =======================================================
+`torch_ops`         plain torch on any device: the reference
+`fixed_ops`         plain torch, each row's bits its own
+`native_ops`        native CPU kernels
+`fixed_native_ops`  native CPU kernels, each row's bits its own
+==================  =======================================================
+"""
 
 from __future__ import annotations
 
 from types import ModuleType
 
+import torch
 
-def backend(device: str, *, reproducible: bool) -> ModuleType:
-    """The operations for ``cpu`` or ``cuda``; with ``reproducible`` each row's bits are its own."""
-    from batchrun.ops import fixed_ops, torch_ops
+from batchrun.kernels import cpu
 
+
+def backend(device: torch.device, dtype: torch.dtype, *, reproducible: bool) -> ModuleType:
+    """The fastest operations for ``device`` and ``dtype``; with ``reproducible`` those where each row's bits are its own."""
+    from batchrun.ops import fixed_native_ops, fixed_ops, native_ops, torch_ops
+
+    if device.type == "cpu" and dtype in cpu.DTYPES and cpu.available():
+        return fixed_native_ops if reproducible else native_ops
     return fixed_ops if reproducible else torch_ops

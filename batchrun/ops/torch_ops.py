@@ -18,7 +18,11 @@ _GATHER_BYTES = 64 << 20  # KV gathered at once for decode rows
 
 def linear(x: Tensor, weight: Dense, bias: Tensor | None = None) -> Tensor:
     """``x`` [T, K] times ``weight`` [N, K] transposed, plus ``bias`` [N]; returns [T, N]."""
-    return functional.linear(x, weight.data, bias)
+    if weight.packed is None:
+        return functional.linear(x, weight.dequantize(), bias)
+    wide_bias = bias if bias is None else bias.to(weight.packed.dtype)
+    packed = torch.ops.mkldnn._linear_pointwise(x.to(weight.packed.dtype), weight.packed, wide_bias, "none", [], "")
+    return packed.to(x.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -47,7 +51,7 @@ def rope_kv_write(
     slots: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    n_heads: int,
+    *,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
@@ -59,7 +63,7 @@ def rope_kv_write(
     the rotation (Qwen3).
     """
     _, n_kv_heads, block_size, head_dim = k_cache.shape
-    q, k, v = qkv.view(len(qkv), -1, head_dim).split([n_heads, n_kv_heads, n_kv_heads], dim=1)
+    q, k, v = qkv.view(len(qkv), -1, head_dim).tensor_split([-2 * n_kv_heads, -n_kv_heads], dim=1)
     if q_norm is not None and k_norm is not None:
         q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
     cos, sin = cos_sin[positions][:, None].chunk(2, dim=-1)

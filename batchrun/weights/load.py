@@ -52,9 +52,15 @@ class Loader:
         self._left.difference_update(names)
         return out
 
-    def take_linear(self, *names: str, shape: tuple[int, int] | None = None) -> Dense:
-        """The weight of a linear layer ``[out, in]``; of several that share their input, joined along ``out``."""
-        return Dense(self.take(*names, shape=shape))
+    def take_linear(self, *names: str, shape: tuple[int, int] | None = None, keep_rows: bool = False) -> Dense:
+        """The weight of a linear layer ``[out, in]``; of several that share their input, joined along ``out``.
+
+        On a CPU it is packed for multiplication; ``keep_rows`` says that its rows are looked up as well.
+        """
+        weight = Dense(self.take(*names, shape=shape))
+        if self.device.type == "cpu" and self.dtype in (torch.float32, torch.bfloat16):
+            weight.pack(keep_rows=keep_rows)
+        return weight
 
     def finish(self) -> None:
         """Fail if some tensor was never taken: a model that leaves part of a checkpoint is not that checkpoint's."""
