@@ -23,8 +23,8 @@ from . import build
 __all__ = ["AttentionBatch", "add_rms_norm", "attention", "available", "rms_norm", "rope_kv_write", "silu_mul"]
 
 MAX_HEAD_DIM = 256
-DTYPES = (torch.float32, torch.bfloat16)
 
+_FLOATS = (torch.float32, torch.bfloat16)
 _INDICES = (torch.int32, torch.int64)
 
 _SIGNATURES = {
@@ -143,7 +143,7 @@ def rope_kv_write(
     slots: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    n_heads: int,
+    *,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
@@ -157,7 +157,6 @@ def rope_kv_write(
         positions: int32 or int64 [T].
         slots: int32 or int64 [T]: ``block * block_size + offset`` in the cache.
         k_cache, v_cache: [n_blocks, HKV, block_size, D], written in place; the dtype may differ from qkv's.
-        n_heads: HQ.
         q_norm, k_norm: [D] of qkv's dtype, or None; eps belongs to them.
 
     Returns:
@@ -166,11 +165,9 @@ def rope_kv_write(
     tokens, width = _floats("qkv", qkv, 2)
     n_blocks, kv_heads, block_size, dim = _floats("k_cache", k_cache, 4)
     _like("v_cache", v_cache, k_cache.shape, k_cache.dtype)
-    _check_heads(n_heads, kv_heads, dim)
-    _require(
-        width == (n_heads + 2 * kv_heads) * dim,
-        f"qkv of width {width} is not {n_heads} + 2 * {kv_heads} heads of {dim}",
-    )
+    q_heads, rest = divmod(width - 2 * kv_heads * dim, dim)
+    _require(rest == 0, f"qkv of width {width} does not fit {kv_heads} KV heads of {dim}")
+    _check_heads(q_heads, kv_heads, dim)
     _like("cos_sin", cos_sin, (cos_sin.shape[0], dim), torch.float32)
     for name, indices in (("positions", positions), ("slots", slots)):
         _require(indices.dtype in _INDICES, f"{name} must be int32 or int64, not {indices.dtype}")
@@ -178,11 +175,11 @@ def rope_kv_write(
     for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
         if weight is not None:
             _like(name, weight, (dim,), qkv.dtype)
-    q = torch.empty((tokens, n_heads, dim), dtype=qkv.dtype)
+    q = qkv.new_empty((tokens, q_heads, dim))
     _call(
         "batchrun_rope_kv_write",
         *(qkv, cos_sin, positions, positions.dtype is torch.int64, slots, slots.dtype is torch.int64),
-        *(k_cache, v_cache, q_norm, k_norm, q, tokens, cos_sin.shape[0], n_blocks, n_heads, kv_heads, dim, block_size),
+        *(k_cache, v_cache, q_norm, k_norm, q, tokens, cos_sin.shape[0], n_blocks, q_heads, kv_heads, dim, block_size),
         *(eps, qkv.dtype is torch.bfloat16, k_cache.dtype is torch.bfloat16),
     )
     return q
@@ -223,7 +220,7 @@ def _require(condition: bool, message: str) -> None:
 
 def _floats(name: str, tensor: Tensor, dims: int | None) -> torch.Size:
     """The shape of a tensor that must be float32 or bfloat16 of so many dimensions."""
-    if tensor.dtype not in DTYPES or (tensor.dim() != dims if dims else tensor.dim() == 0):
+    if tensor.dtype not in _FLOATS or (tensor.dim() != dims if dims else tensor.dim() == 0):
         raise ValueError(
             f"{name} must be float32 or bfloat16 of {dims or 'some'} dimensions, "
             f"not {tensor.dtype} {tuple(tensor.shape)}"
@@ -242,7 +239,7 @@ def _like(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype)
 
 def _output(name: str, out: Tensor | None, like: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
     if out is None:
-        return torch.empty(shape or like.shape, dtype=like.dtype)
+        return like.new_empty(shape or like.shape)
     _like(name, out, shape or like.shape, like.dtype)
     return out
 

@@ -307,8 +307,9 @@ def test_bf16_rounds_to_nearest_even(dtype: torch.dtype) -> None:
     values = x.view(501, 8)
     qkv = torch.cat([torch.zeros(501, 16), values], dim=1)
     k_cache, v_cache = (torch.zeros(501, 1, 8, 8, dtype=dtype) for _ in range(2))
-    positions, slots = torch.zeros(501, dtype=torch.int32), torch.arange(501) * 8
-    cpu.rope_kv_write(qkv, torch.ones(1, 8), positions, slots, k_cache, v_cache, n_heads=1)
+    cpu.rope_kv_write(
+        qkv, torch.ones(1, 8), torch.zeros(501, dtype=torch.int32), torch.arange(501) * 8, k_cache, v_cache
+    )
     torch.testing.assert_close(v_cache[:, 0, 0], values.to(dtype), rtol=0, atol=0, equal_nan=True)
 
 
@@ -339,7 +340,7 @@ def test_rope_equals_float64_and_tokens_stand_alone(
     positions, slots = torch.randint(0, 100, (tokens,)).to(index), torch.randperm(48)[:tokens].to(index)
     norms = [torch.randn(dim).to(dtype) if normed else None for _ in range(2)]
     caches = [torch.zeros(6, kv_heads, 8, dim, dtype=cache_dtype) for _ in range(2)]
-    rope = partial(cpu.rope_kv_write, n_heads=q_heads, q_norm=norms[0], k_norm=norms[1], eps=1e-6)
+    rope = partial(cpu.rope_kv_write, q_norm=norms[0], k_norm=norms[1], eps=1e-6)
     q = rope(qkv, cos_sin, positions, slots, *caches)
 
     parts = torch.split(qkv.double().view(tokens, -1, dim), [q_heads, kv_heads, kv_heads], dim=1)
@@ -370,7 +371,7 @@ def test_rope_refuses_indices_before_it_writes(position: int, slot: int) -> None
     caches = [torch.zeros(2, 1, 16, 8) for _ in range(2)]
     positions, slots = torch.tensor([0, position]), torch.tensor([1, slot])
     with pytest.raises(ValueError, match="token 1 has"):
-        cpu.rope_kv_write(torch.ones(2, 24), torch.ones(10, 8), positions, slots, *caches, n_heads=1)
+        cpu.rope_kv_write(torch.ones(2, 24), torch.ones(10, 8), positions, slots, *caches)
     assert all((c == 0).all() for c in caches)
 
 
