@@ -23,8 +23,8 @@ from . import build
 __all__ = ["AttentionBatch", "add_rms_norm", "attention", "available", "rms_norm", "rope_kv_write", "silu_mul"]
 
 MAX_HEAD_DIM = 256
+DTYPES = (torch.float32, torch.bfloat16)
 
-_FLOATS = (torch.float32, torch.bfloat16)
 _INDICES = (torch.int32, torch.int64)
 
 _SIGNATURES = {
@@ -220,7 +220,7 @@ def _require(condition: bool, message: str) -> None:
 
 def _floats(name: str, tensor: Tensor, dims: int | None) -> torch.Size:
     """The shape of a tensor that must be float32 or bfloat16 of so many dimensions."""
-    if tensor.dtype not in _FLOATS or (tensor.dim() != dims if dims else tensor.dim() == 0):
+    if tensor.dtype not in DTYPES or (tensor.dim() != dims if dims else tensor.dim() == 0):
         raise ValueError(
             f"{name} must be float32 or bfloat16 of {dims or 'some'} dimensions, "
             f"not {tensor.dtype} {tuple(tensor.shape)}"
