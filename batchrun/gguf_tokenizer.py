@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
 from batchrun.errors import JobError
@@ -34,16 +34,6 @@ _SPECIAL = {
     "mask_token": "mask",
 }
 _SENTENCEPIECE_IDS = {"bos_token": 1, "eos_token": 2, "unk_token": 0}  # where a file does not say
-
-
-@dataclass(frozen=True)
-class GGUFTokenizer:
-    """``special_tokens`` maps names such as ``bos_token`` to the token's text."""
-
-    backend: Backend
-    special_tokens: dict[str, str]
-    add_bos: bool
-    add_eos: bool
 
 
 @dataclass(frozen=True)
@@ -91,10 +81,11 @@ _SPLITTINGS = {
 }
 
 
-def gguf_tokenizer(gguf: GGUFFile) -> GGUFTokenizer:
+def gguf_tokenizer(gguf: GGUFFile) -> tuple[Backend, dict[str, str]]:
     """Rebuild the tokenizer of ``gguf``, which must have been read with its vocabulary.
 
-    Raises :class:`JobError` if its kind is not known here: a wrong guess would give wrong tokens without a sign of it.
+    Beside it stands the text of each special token under its name (``bos_token`` and so on). Raises
+    :class:`JobError` if its kind is not known here: a wrong guess would give wrong tokens without a sign of it.
     """
     kind = gguf.metadata.get("tokenizer.ggml.model")
     tokens = gguf.metadata.get("tokenizer.ggml.tokens")
@@ -102,21 +93,25 @@ def gguf_tokenizer(gguf: GGUFFile) -> GGUFTokenizer:
         raise JobError(f"{gguf.path}: this GGUF file has no vocabulary")
     if kind == "gpt2":
         splitting = _splitting(gguf)
-        backend, add_bos, defaults = _byte_level(gguf, tokens, splitting), splitting.add_bos, {}
+        backend, add_bos, ids = _byte_level(gguf, tokens, splitting), splitting.add_bos, {}
     elif kind == "llama":
-        backend, add_bos, defaults = _sentencepiece(gguf, tokens), True, _SENTENCEPIECE_IDS
+        backend, add_bos, ids = _sentencepiece(gguf, tokens), True, _SENTENCEPIECE_IDS
     else:
         raise JobError(f"{gguf.path}: GGUF tokenizer {kind!r} is not supported (supported: gpt2, llama)")
-    ids = {name: gguf.metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in _SPECIAL.items()}
-    ids = defaults | {name: number for name, number in ids.items() if number is not None}
+    stated = {name: gguf.metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in _SPECIAL.items()}
+    ids = ids | {name: number for name, number in stated.items() if number is not None}
     special = {name: tokens[number] for name, number in ids.items() if number < len(tokens)}
     _add_whole_tokens(backend, tokens, _types(gguf, tokens), set(special.values()))
-    return GGUFTokenizer(
-        backend=backend,
-        special_tokens=special,
-        add_bos=bool(gguf.metadata.get("tokenizer.ggml.add_bos_token", add_bos)),
-        add_eos=bool(gguf.metadata.get("tokenizer.ggml.add_eos_token", False)),
+    before = [special["bos_token"]] if _flag(gguf, "add_bos_token", add_bos) and "bos_token" in special else []
+    after = [special["eos_token"]] if _flag(gguf, "add_eos_token", False) and "eos_token" in special else []
+    backend.post_processor = processors.TemplateProcessing(
+        single=[*before, "$A", *after], special_tokens=[(token, tokens.index(token)) for token in {*before, *after}]
     )
+    return backend, special
+
+
+def _flag(gguf: GGUFFile, name: str, default: bool) -> bool:
+    return bool(gguf.metadata.get(f"tokenizer.ggml.{name}", default))
 
 
 def _splitting(gguf: GGUFFile) -> _Splitting:
@@ -171,7 +166,7 @@ def _sentencepiece(gguf: GGUFFile, tokens: Sequence[str]) -> Backend:
     unknown = tokens[gguf.metadata.get("tokenizer.ggml.unknown_token_id", _SENTENCEPIECE_IDS["unk_token"])]
     model = _bpe(gguf, vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     backend = Backend(model)
-    prefix = bool(gguf.metadata.get("tokenizer.ggml.add_space_prefix", True))
+    prefix = _flag(gguf, "add_space_prefix", True)
     blanks = normalizers.Replace(" ", "▁")
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), blanks]) if prefix else blanks
     strip = [decoders.Strip(" ", 1, 0)] if prefix else []

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from batchrun.chat_template import compile_templates, render
@@ -66,7 +66,10 @@ class Tokenizer:
         if eos is None:
             eos = files.config.get("eos_token_id")
         eos_token_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-        backend, special_tokens = _from_gguf(files) if files.format == "gguf" else _from_directory(files)
+        if files.format == "gguf":
+            backend, special_tokens = gguf_tokenizer(read_gguf(files.tokenizer, vocabulary=True))
+        else:
+            backend, special_tokens = _from_directory(files)
         return cls(
             backend, special_tokens=special_tokens, chat_templates=files.chat_templates, eos_token_ids=eos_token_ids
         )
@@ -120,26 +123,15 @@ class Tokenizer:
         return None if token is None else self._backend.token_to_id(token)
 
 
-def _from_gguf(files: ModelFiles) -> tuple[Backend, dict[str, str]]:
-    found = gguf_tokenizer(read_gguf(files.tokenizer, vocabulary=True))
-    _surround(found.backend, found.special_tokens, add_bos=found.add_bos, add_eos=found.add_eos)
-    return found.backend, found.special_tokens
-
-
 def _from_directory(files: ModelFiles) -> tuple[Backend, dict[str, str]]:
     path = files.tokenizer if files.tokenizer.name == "tokenizer.json" else converted(files)
     try:
         backend = Backend.from_file(str(path))
     except Exception as error:  # tokenizers raises plain Exception
         raise JobError(f"{path}: not a readable tokenizer: {error}") from error
-    config = files.tokenizer_config
-    special = {name: text for name in _SPECIAL_NAMES if (text := _token_text(config.get(name))) is not None}
-    _add_listed_tokens(backend, config)
-    # Only a flag that is there overrides what tokenizer.json itself puts around a text.
-    if "add_bos_token" in config or "add_eos_token" in config:
-        add_bos, add_eos = bool(config.get("add_bos_token")), bool(config.get("add_eos_token"))
-        _surround(backend, special, add_bos=add_bos, add_eos=add_eos)
-    return backend, special
+    _add_listed_tokens(backend, files.tokenizer_config)
+    named = {name: _token_text(files.tokenizer_config.get(name)) for name in _SPECIAL_NAMES}
+    return backend, {name: text for name, text in named.items() if text is not None}
 
 
 def _token_text(value: Any) -> str | None:
@@ -156,11 +148,3 @@ def _add_listed_tokens(backend: Backend, config: Mapping[str, Any]) -> None:
         if backend.token_to_id(entry["content"]) is None:
             flags = {key: bool(entry.get(key)) for key in ("special", "normalized", "lstrip", "rstrip", "single_word")}
             backend.add_tokens([AddedToken(entry["content"], **flags)])
-
-
-def _surround(backend: Backend, special_tokens: Mapping[str, str], *, add_bos: bool, add_eos: bool) -> None:
-    """Make ``add_special_tokens`` mean BOS before and EOS after a text, where asked for and known."""
-    bos = [special_tokens["bos_token"]] if add_bos and "bos_token" in special_tokens else []
-    eos = [special_tokens["eos_token"]] if add_eos and "eos_token" in special_tokens else []
-    known = [(token, backend.token_to_id(token)) for token in {*bos, *eos}]
-    backend.post_processor = processors.TemplateProcessing(single=[*bos, "$A", *eos], special_tokens=known)
