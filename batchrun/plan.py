@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from batchrun.data.rows import PreparedRow, Row, Split
+from batchrun.data.rows import InputFile, PreparedRow, Row, Split
 from batchrun.engine import memory
 from batchrun.job import JobSpec
 from batchrun.preflight import Preflight, preflight
@@ -125,7 +125,7 @@ def make_plan(job: JobSpec, *, limit: int | None = None, sample_seconds: float =
     """Plan ``job``, or its first ``limit`` rows. Raises JobError as :func:`~batchrun.preflight.preflight` does."""
     checked = preflight(job)
     splits = checked.source.splits(checked.inputs)
-    files = _rows_per_file(splits)
+    files = _rows_per_file(checked.inputs, splits)
     rows = sum(count for _, count in files)
     planned = rows if limit is None else min(rows, limit)
     sample = _sample(checked, splits, min(planned, _SAMPLE_ROWS), sample_seconds)
@@ -159,10 +159,10 @@ def make_plan(job: JobSpec, *, limit: int | None = None, sample_seconds: float =
     )
 
 
-def _rows_per_file(splits: Sequence[Split]) -> list[tuple[str, int]]:
-    counts: dict[str, int] = {}
+def _rows_per_file(inputs: Sequence[InputFile], splits: Sequence[Split]) -> list[tuple[str, int]]:
+    counts = dict.fromkeys((file.key for file in inputs), 0)
     for split in splits:
-        counts[split.file.key] = counts.get(split.file.key, 0) + split.n_rows
+        counts[split.file.key] += split.n_rows
     return list(counts.items())
 
 

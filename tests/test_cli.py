@@ -1,0 +1,193 @@
+"""The command line: one readable error and its exit code, and every fault found before a model loads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from click.testing import CliRunner, Result
+
+import batchrun
+from batchrun.cli import main
+from tests.jobs import write_job, write_rows
+
+ROWS = [{"id": f"r{i}", "text": f"row {i}"} for i in range(5)]
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def refused(*arguments: object) -> str:
+    """The error text of a command that is refused before anything runs."""
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith("Error: ")
+    return result.stderr.removeprefix("Error: ").rstrip("\n")
+
+
+@pytest.fixture
+def job(tmp_path: Path, tiny_model: Path) -> Path:
+    return write_job(tmp_path, tiny_model, ROWS)
+
+
+def test_version_and_help() -> None:
+    assert batchrun.__version__ in run("--version").output
+    for command in ("validate", "plan", "submit", "status", "bench"):
+        assert run(command, "--help").exit_code == 0
+        assert command in run("--help").output
+
+
+def test_validate_says_what_it_understood(job: Path, tiny_model: Path) -> None:
+    result = run("validate", job)
+    assert result.exit_code == 0
+    assert result.stderr == ""
+    assert "job: valid" in result.stdout
+    assert "1 files" in result.stdout
+    assert "id, text" in result.stdout
+    assert str(tiny_model) in result.stdout
+    assert not (job.parent / "out").exists()
+
+
+def test_faults_of_the_file_are_one_per_line(job: Path) -> None:
+    text = refused("validate", job, "--set", "model.dtpye=a", "--set", "engine.block_size=0")
+    assert text.splitlines() == [
+        "--set model.dtpye=a: model.dtpye: unknown key; did you mean dtype?",
+        "--set engine.block_size=0: engine.block_size: must be at least 1, not 0",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("input.path=nowhere.jsonl", "input.path: no input file at nowhere.jsonl"),
+        ("input.where=[[a]]", "input.where"),
+        ("prompt.template={{ txet }}", "prompt.template: column 'txet' is not in the input; did you mean text?"),
+        ('prompt.template={{ row["odd name"] }}', "prompt.template: column 'odd name' is not in the input"),
+        ("prompt={messages_column: m}", "prompt.messages_column: column 'm' is not in the input; it has id, text"),
+        ("input.id_column=idd", "input.id_column: column 'idd' is not in the input; did you mean id?"),
+        ("input.columns=[id]", "prompt.template: column 'text' is not among input.columns"),
+        ("output.columns={generated_text: text}", "text would be both an input column and a result column"),
+        ("output.columns={nothing: text}", "output.columns: nothing: no such result column"),
+        ("model.name_or_path=./no/such/model", "no model at './no/such/model'"),
+        ("model.max_model_len=513", "model.max_model_len: 513 is above the model's context of 512 tokens"),
+        ("engine.kv_cache_memory=4KiB", "engine.kv_cache_memory: 4.0 KiB cannot hold one sequence"),
+    ],
+)
+def test_every_fault_is_found_before_a_model_loads(job: Path, override: str, expected: str) -> None:
+    for command in ("validate", "plan", "submit"):
+        assert expected in refused(command, job, "--set", override)
+    assert not (job.parent / "out").exists()
+
+
+def test_columns_that_a_template_can_do_without_may_be_missing(job: Path) -> None:
+    template = "{{ text }} {% if note is defined %}{{ note }}{% endif %} {{ hint | default('') }}"
+    assert run("validate", job, "--set", f"prompt.template='{template.replace(chr(39), chr(39) * 2)}'").exit_code == 0
+
+
+def test_a_schema_tells_that_a_sampling_column_is_missing(job: Path, tmp_path: Path) -> None:
+    assert run("validate", job, "--set", "sampling.from_column=params").exit_code == 0
+    pq.write_table(pa.table({"id": ["a"], "text": ["b"]}), tmp_path / "rows.parquet")
+    overrides = ("--set", f"input.path={tmp_path / 'rows.parquet'}", "--set", "sampling.from_column=params")
+    assert "sampling.from_column: column 'params' is not in the input" in refused("validate", job, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("input_path", "output_path"), [("in", "in"), ("in", "in/out"), ("in/a.jsonl", "in"), ("in/**/*.jsonl", "in/out")]
+)
+def test_input_and_output_never_lie_within_each_other(job: Path, input_path: str, output_path: str) -> None:
+    folder = job.parent
+    (folder / "in").mkdir()
+    write_rows(folder / "in" / "a.jsonl", ROWS)
+    overrides = [f"input.path={folder / input_path}", f"output.path={folder / output_path}"]
+    text = refused("validate", job, "--set", overrides[0], "--set", overrides[1])
+    assert "must not lie within each other" in text
+
+
+def test_an_input_beside_the_output_is_fine(job: Path) -> None:
+    folder = job.parent
+    assert run("validate", job, "--set", f"input.path={folder}/*.jsonl").exit_code == 0
+
+
+def test_messages_need_a_chat_template(tmp_path: Path, tiny_model: Path) -> None:
+    from tests.models import save_tokenizer
+
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in tiny_model.iterdir():
+        (model / file.name).symlink_to(file)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (model / name).unlink()
+    save_tokenizer(model, chat_template=None)
+    job = write_job(tmp_path, model, ROWS, prompt={"messages": [{"role": "user", "content": "{{ text }}"}]})
+    assert "has no chat template" in refused("validate", job)
+
+
+def test_dry_run_prints_the_prompt_and_its_ids(job: Path) -> None:
+    result = run("submit", job, "--dry-run")
+    assert result.exit_code == 0
+    text, tokens = result.stdout.split("\n\n")
+    assert text == "Say row 0"
+    count, _, ids = tokens.partition(" tokens: ")
+    assert int(count) == len(ids.split()) == len(b"Say row 0")
+    assert not (job.parent / "out").exists()
+
+
+def test_dry_run_says_why_a_first_row_has_no_prompt(tmp_path: Path, tiny_model: Path) -> None:
+    job = write_job(tmp_path, tiny_model, ["{broken", *ROWS])
+    assert "row 1: unreadable_row" in run("submit", job, "--dry-run").stdout
+    job = write_job(tmp_path, tiny_model, [])
+    assert "the input has no rows" in run("submit", job, "--dry-run").stdout
+
+
+def test_plan_as_json(job: Path) -> None:
+    result = run("plan", job, "--json", "--limit", "3")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["rows"] == 3
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["submit", "{job}", "--max-time", "soon"],
+        ["submit", "{job}", "--limit", "0"],
+        ["submit"],
+        ["bench", "no-such-file"],
+        ["nonsense"],
+    ],
+)
+def test_a_wrong_command_line_exits_2(job: Path, arguments: list[str]) -> None:
+    result = run(*(argument.format(job=job) for argument in arguments))
+    assert result.exit_code == 2
+    assert "Usage: " in result.stderr
+
+
+def test_a_job_file_that_is_not_there(tmp_path: Path) -> None:
+    assert refused("plan", tmp_path / "none.yaml").endswith("none.yaml: No such file or directory")
+
+
+def test_status_of_what_was_never_submitted(job: Path) -> None:
+    for target in (job, job.parent / "out", job.parent):
+        assert "nothing was submitted yet" in refused("status", target)
+
+
+def test_what_is_no_fault_of_the_job_keeps_its_traceback(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr("batchrun.preflight.preflight", broken)
+    result = run("validate", job)
+    assert result.exit_code == 1
+    assert isinstance(result.exception, ZeroDivisionError)
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parents[1] / "jobs").glob("*.yaml")), ids=lambda path: path.name
+)
+def test_the_jobs_that_come_with_the_project_are_well_formed(path: Path) -> None:
+    assert batchrun.load_job(path).name == path.stem

@@ -1,0 +1,138 @@
+"""The plan: exact where it can be, stated where it is a sample, and true to what the prefix cache does."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchrun.job import load_job
+from batchrun.plan import TokenCounts, make_plan, shared_tokens
+from tests.jobs import write_job, write_rows
+
+
+def test_whole_blocks_are_shared_and_the_last_token_is_computed() -> None:
+    a, b = [1, 2, 3, 4], [5, 6, 7, 8]
+    assert shared_tokens([a + b + [9], a + b + [10]], 4) == 8
+    assert shared_tokens([a + b + [9], [*a, 0, *b]], 4) == 4
+    assert shared_tokens([a + b, a + b], 4) == 4  # the second's last block holds its last token
+    assert shared_tokens([a, b + a + [1]], 4) == 0  # equal blocks after different ones are different
+    assert shared_tokens([a[:3], a[:3]], 4) == 0
+
+
+def brute_force(prompts: Sequence[list[int]], block: int) -> int:
+    hits, seen = 0, set()
+    for ids in prompts:
+        starts = [tuple(ids[:end]) for end in range(block, len(ids) + 1, block)]
+        hits += block * sum(start in seen and len(start) < len(ids) for start in starts)
+        seen |= set(starts)
+    return hits
+
+
+@given(st.lists(st.lists(st.integers(0, 2), max_size=9), max_size=8), st.integers(1, 3))
+def test_shared_tokens_agree_with_brute_force(prompts: list[list[int]], block: int) -> None:
+    assert shared_tokens(prompts, block) == brute_force(prompts, block)
+
+
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=50))
+def test_every_length_is_in_the_histogram_once(lengths: list[int]) -> None:
+    counts = TokenCounts.of(lengths)
+    assert sum(n for *_, n in counts.histogram) == len(lengths)
+    assert all(sum(low <= length < high for length in lengths) == n for low, high, n in counts.histogram)
+    assert counts.smallest <= counts.median <= counts.p95 <= counts.largest
+
+
+@pytest.fixture
+def shared_job(tmp_path: Path, tiny_model: Path) -> Path:
+    rows: list[object] = [{"id": i, "text": f"row {i:03d}"} for i in range(100)]
+    rows[7] = "{broken"
+    rows[8] = {"id": 8, "text": None}
+    instruction = "Answer in one word and in no more than that."  # 44 byte tokens
+    return write_job(
+        tmp_path,
+        tiny_model,
+        rows,
+        prompt={"template": f"{instruction} {{{{ text }}}}"},
+        sampling={"max_tokens": 8},
+        engine={"block_size": 16, "kv_cache_memory": "1MiB"},
+        model={"dtype": "float32"},
+    )
+
+
+def test_a_small_job_is_planned_exactly(shared_job: Path) -> None:
+    plan = make_plan(load_job(shared_job, ["engine.device=cpu"]))
+    length = 44 + len(" row 000")  # of which 48 fill three blocks: up to "row"
+    assert plan.files == [("rows.jsonl", 100)]
+    assert (plan.rows, plan.sampled_rows) == (100, 100)
+    assert plan.sampled_errors == {"unreadable_row": 1, "missing_value": 1}
+    assert plan.prompts is not None
+    assert (plan.prompts.smallest, plan.prompts.largest) == (length, length)
+    assert plan.prompt_tokens == 98 * length
+    assert plan.output_tokens == 98 * 8
+    assert plan.prefix_share == pytest.approx(97 * 48 / (98 * length))
+    assert plan.kv_bytes_per_token == 2 * 3 * 2 * 16 * 4
+    assert plan.kv_budget == 1 << 20
+    assert plan.concurrent == pytest.approx((1 << 20) / plan.kv_bytes_per_token / (length - 48 + 8), rel=0.1)
+    assert plan.steps >= 98 * 8 / plan.concurrent
+    assert plan.seconds is not None
+    assert plan.seconds > 0
+    assert plan.notes == []
+    assert json.loads(plan.to_json())["rows"] == 100
+    text = plan.describe()
+    assert "100 in 1 files" in text
+    assert "2 errors (1 missing_value, 1 unreadable_row)" in text
+    assert "32 to 63" in text
+
+
+def test_without_prefix_caching_nothing_is_shared(shared_job: Path) -> None:
+    assert make_plan(load_job(shared_job, ["engine.enable_prefix_caching=false"])).prefix_share == 0
+
+
+def test_a_limit_plans_the_first_rows(shared_job: Path) -> None:
+    plan = make_plan(load_job(shared_job), limit=5)
+    assert (plan.rows, plan.sampled_rows, plan.sampled_errors) == (5, 5, {})
+
+
+def test_a_sample_is_scaled_up_and_said_to_be_one(tmp_path: Path, tiny_model: Path) -> None:
+    job = write_job(tmp_path, tiny_model, [{"id": i, "text": "x" * 20} for i in range(2000)])
+    plan = make_plan(load_job(job), sample_seconds=0)
+    assert plan.rows == 2000
+    assert 0 < plan.sampled_rows < 2000
+    assert plan.prompt_tokens == 2000 * 24
+    assert any("not in the sample" in note for note in plan.notes)
+
+
+def test_a_sample_takes_from_every_part_of_the_input(tmp_path: Path, tiny_model: Path) -> None:
+    job = write_job(tmp_path, tiny_model, [{"id": i, "text": "x"} for i in range(300)])
+    write_rows(tmp_path / "more.jsonl", [{"id": i, "text": "x" * 100} for i in range(300)])
+    plan = make_plan(load_job(job, [f"input.path={tmp_path}/*.jsonl"]), limit=512)
+    assert plan.prompts is not None
+    assert (plan.prompts.smallest, plan.prompts.largest) == (5, 104)
+
+
+def test_an_empty_job_and_one_without_a_good_row(tmp_path: Path, tiny_model: Path) -> None:
+    job = write_job(tmp_path, tiny_model, [])
+    plan = make_plan(load_job(job))
+    assert (plan.rows, plan.prompts, plan.steps) == (0, None, 0)
+    assert "0 in 1 files" in plan.describe()
+    job = write_job(tmp_path, tiny_model, ["{", "{"])
+    plan = make_plan(load_job(job))
+    assert plan.sampled_errors == {"unreadable_row": 2}
+    assert plan.prompts is None
+
+
+def test_a_file_that_breaks_off_is_noted(tmp_path: Path, tiny_model: Path) -> None:
+    import gzip
+
+    job = write_job(tmp_path, tiny_model, [])
+    rows = [json.dumps({"id": i, "text": os.urandom(40).hex()}) for i in range(2000)]
+    whole = gzip.compress("\n".join(rows).encode())
+    (tmp_path / "broken.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    plan = make_plan(load_job(job, [f"input.path={tmp_path / 'broken.jsonl.gz'}"]))
+    assert 0 < plan.rows < 2000
+    assert any("rows can be read" in note for note in plan.notes)
