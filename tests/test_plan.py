@@ -59,7 +59,7 @@ def shared_job(tmp_path: Path, tiny_model: Path) -> Path:
         rows,
         prompt={"template": f"{instruction} {{{{ text }}}}"},
         sampling={"max_tokens": 8},
-        engine={"block_size": 16, "kv_cache_memory": "1MiB"},
+        engine={"block_size": 16, "kv_cache_memory": "512KiB"},
         model={"dtype": "float32"},
     )
 
@@ -75,9 +75,9 @@ def test_a_small_job_is_planned_exactly(shared_job: Path) -> None:
     assert plan.prompt_tokens == 98 * length
     assert plan.output_tokens == 98 * 8
     assert plan.prefix_share == pytest.approx(97 * 48 / (98 * length))
-    assert plan.kv_bytes_per_token == 2 * 3 * 2 * 16 * 4
-    assert plan.kv_budget == 1 << 20
-    assert plan.concurrent == pytest.approx((1 << 20) / plan.kv_bytes_per_token / (length - 48 + 8), rel=0.1)
+    assert plan.kv_bytes_per_token == 2 * 3 * 2 * 16 * 4 == 768
+    assert plan.kv_budget == 42 * 16 * 768  # whole blocks
+    assert plan.concurrent == pytest.approx(42 * 16 / (length - 48 + 8), rel=0.1)
     assert plan.steps >= 98 * 8 / plan.concurrent
     assert plan.seconds is not None
     assert plan.seconds > 0
