@@ -161,6 +161,11 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work or self._in_flight is not None
 
+    @property
+    def hungry(self) -> bool:
+        """Whether fewer requests wait than could run at once."""
+        return len(self.scheduler.waiting) < self.scheduler.limits.max_num_seqs
+
     def step(self) -> list[Request]:
         """Launch the next step, then settle the one before it, which ran meanwhile; returns what finished."""
         step = self.scheduler.schedule()

@@ -1,0 +1,505 @@
+"""One worker: splits become prompts, prompts become results, results become committed parts.
+
+Three things go on at once. The engine's thread (the caller's) runs steps and nothing else that takes time; a child process
+reads, templates and tokenizes ahead (`batchrun.data.feed`); a writer thread turns finished requests into text and makes
+them durable. The caller's thread waits for storage only where results would pile up.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import signal
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from batchrun.data.feed import Feed, Window
+from batchrun.data.rows import InputFile, PartialRow, PreparedRow, RowResult, Split
+from batchrun.data.sink import Output
+from batchrun.data.source import Source
+from batchrun.errors import (
+    EXIT_OK,
+    EXIT_ROW_ERRORS,
+    EXIT_STOPPED,
+    EXIT_THRESHOLD,
+    ROW_ERROR_KINDS,
+    StoppedError,
+    ThresholdError,
+    row_error,
+)
+from batchrun.job import JobSpec
+from batchrun.model_files import resolve
+from batchrun.numerics import numerics
+from batchrun.observe.progress import Progress, Snapshot
+from batchrun.observe.report import RunReport, summary
+from batchrun.preflight import Preflight, preflight
+
+if TYPE_CHECKING:
+    from batchrun.engine.engine import Engine
+    from batchrun.engine.request import Request
+
+_OPEN_SPLITS = 2  # splits in work at once: the next one fills the engine while the last rows of one run out
+_MAX_RESULTS = 20_000  # finished rows that make a checkpoint due, however young it is
+_IDLE_SECONDS = 0.2  # how long to wait for prompts while the engine has nothing to do
+_PACKAGES = ("torch", "transformers", "tokenizers", "pyarrow")
+
+
+def run_job(
+    job: JobSpec, *, limit: int | None = None, overwrite: bool = False, max_time: float | None = None
+) -> int:
+    """Run a job, or go on with one, and print how it went. Returns the exit code of `batchrun.errors`.
+
+    ``limit`` bounds the input rows that are run; ``max_time`` is in seconds. Raises JobError before the model is loaded,
+    and StoppedError where another process works on the output.
+    """
+    started = time.monotonic()
+    ready = preflight(job)
+    configuration = job.configuration(
+        revision=ready.model.revision,
+        dtype=ready.dtype,
+        max_model_len=ready.max_model_len,
+        numerics=numerics(ready.device, ready.dtype, reproducible=job.model.reproducible),
+    )
+    deadline = None if max_time is None else started + max_time
+    with (
+        Output.open(job.output, configuration, ready.layout, inputs=ready.inputs, overwrite=overwrite) as output,
+        _StopSignals(deadline) as stop,
+    ):
+        splits = _splits(output, ready.source, ready.inputs, limit)
+        output.record_input(ready.inputs, splits)
+        run = _Run(ready, output, splits, stop)
+        run.work()
+        report = run.report(time.monotonic() - started)
+        if not run.stopped:
+            manifest = output.finish(_describe_run(ready))
+            report = replace(
+                report,
+                total_rows=manifest.rows,
+                ok_rows=manifest.ok,
+                errors=_all_errors(report.errors, manifest.errors),
+                exit_code=_exit_code(job, manifest.rows, manifest.errors),
+            )
+    print(summary(report), file=sys.stderr, flush=True)
+    return report.exit_code
+
+
+def _splits(output: Output, source: Source, files: list[InputFile], limit: int | None) -> list[Split]:
+    """The splits that were recorded, then those of the rows after them, up to ``limit`` rows in all."""
+    splits = output.check_input(files) if output.recorded_input() is not None else []
+    ends = {split.file.key: split.first_row + split.n_rows for split in splits}
+    total = sum(split.n_rows for split in splits)
+    for split in source.splits(files):
+        end = ends.get(split.file.key)
+        if end is not None and split.first_row + split.n_rows <= end:
+            continue
+        if limit is not None and total >= limit:
+            break
+        if end is not None and split.first_row < end:
+            _, split = source.cut(split, end - split.first_row)
+        if limit is not None and total + split.n_rows > limit:
+            split, _ = source.cut(split, limit - total)
+        total += split.n_rows
+        splits.append(replace(split, number=len(splits)))
+    return splits
+
+
+def _exit_code(job: JobSpec, rows: int, errors: int) -> int:
+    threshold = 0.0 if job.errors.on_error == "fail" else job.errors.error_threshold
+    if threshold is not None and errors > threshold * rows:
+        return EXIT_THRESHOLD
+    return EXIT_ROW_ERRORS if errors else EXIT_OK
+
+
+def _all_errors(of_this_run: Any, total: int) -> dict[str, int]:
+    """Errors by kind; those of earlier runs, whose kinds the manifest does not count, as one."""
+    errors = dict(of_this_run)
+    if earlier := total - sum(errors.values()):
+        errors["in earlier runs"] = earlier
+    return errors
+
+
+def _describe_run(ready: Preflight) -> dict[str, Any]:
+    """What the manifest says of the run: nothing of it is secret, nothing of it decides what the parts hold."""
+    return {
+        "job": ready.job.name,
+        "model": ready.model.reference,
+        "device": ready.device,
+        "machine": platform.machine(),
+        "versions": {"batchrun": version("batchrun-llm")} | {name: version(name) for name in _PACKAGES},
+    }
+
+
+class _StopSignals:
+    """Turns SIGINT, SIGTERM, SIGUSR1 and a deadline into a question that the loop asks; a second SIGINT interrupts."""
+
+    def __init__(self, deadline: float | None) -> None:
+        self._deadline = deadline
+        self._received: str | None = None
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> _StopSignals:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            try:
+                self._previous[number] = signal.signal(number, self._receive)
+            except ValueError:  # not the main thread: whoever embeds the run handles signals
+                break
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self._received is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._received = signal.Signals(number).name
+
+    @property
+    def reason(self) -> str | None:
+        """Why to stop, or None."""
+        if self._received is None and self._deadline is not None and time.monotonic() >= self._deadline:
+            self._received = "--max-time"
+        return self._received
+
+
+@dataclass(slots=True)
+class _OpenSplit:
+    """A split in work. It is complete when all its windows were delivered and every row of them is finished."""
+
+    split: Split
+    delivered: bool = False
+    unfinished: int = 0
+
+    @property
+    def complete(self) -> bool:
+        return self.delivered and self.unfinished == 0
+
+
+class _Run:
+    """What `run_job` does between opening the output and finishing it."""
+
+    def __init__(self, ready: Preflight, output: Output, splits: list[Split], stop: _StopSignals) -> None:
+        self.ready = ready
+        self.job = ready.job
+        self.output = output
+        self.stop = stop
+        self.stopped = False
+        self.errors: Counter[str] = Counter()  # kind -> rows, of this run
+        committed = output.committed()
+        self._todo = deque(split for split in splits if split.number not in committed)
+        self._total_rows = sum(
+            committed[split.number].rows if split.number in committed else split.n_rows for split in splits
+        )
+        self._done = {split.number: output.done_rows(split.number) for split in self._todo}
+        self.rows_before = sum(record.rows for record in committed.values()) + sum(map(len, self._done.values()))
+        self._errors_before = sum(record.errors for record in committed.values())
+        self._partials = {
+            place: partial for place, partial in output.partials().items() if place[1] not in self._done.get(place[0], ())
+        }
+        self._open: dict[int, _OpenSplit] = {}
+        self._results: list[Request | RowResult] = []
+        self._finished_rows = 0
+        self._finished_tokens = 0
+        self._engine: Engine | None = None
+        self._writer: _Writer | None = None
+
+    def work(self) -> None:
+        """Run every split that is not committed, until all are, or until told to stop."""
+        if not self._todo:
+            print(f"{self.job.name}: all {self.rows_before:,} rows were done before", file=sys.stderr)
+            return
+        if self.rows_before or self._partials:
+            tokens = sum(len(partial.token_ids) for partial in self._partials.values())
+            print(
+                f"{self.job.name}: resuming: {self.rows_before:,} of {self._total_rows:,} rows are done, "
+                f"{len(self._partials):,} begun ({tokens:,} tokens)",
+                file=sys.stderr,
+            )
+        with ExitStack() as stack:
+            feed = stack.enter_context(
+                Feed(self.job.input, self.job.prompt, self.job.sampling, self.ready.model, self.ready.max_model_len)
+            )
+            self._request_splits(feed)
+            self._writer = stack.enter_context(_Writer(self.output, self.ready.source, self.job.output.checkpoint_seconds))
+            progress = stack.enter_context(
+                Progress(self._total_rows, rows_before=self.rows_before, name=self.job.name)
+            )
+            stack.callback(self._close_engine)
+            self._loop(feed, self._writer, progress)
+
+    def _loop(self, feed: Feed, writer: _Writer, progress: Progress) -> None:
+        while self._open:
+            busy = self._engine is not None and self._engine.has_work
+            self._take_windows(feed, 0.0 if busy else _IDLE_SECONDS)
+            if self._engine is not None:
+                for request in self._engine.step():
+                    self._finish_row(request)
+            self._close_splits(feed, writer, progress)
+            if self.output.lease.lost:
+                raise StoppedError(f"{self.output.store.url}: another process took this output over; its results stand")
+            self._check_errors()
+            if self.stop.reason is not None:
+                self._stop(writer, progress)
+                return
+            if writer.due or len(self._results) >= _MAX_RESULTS:
+                self._checkpoint(writer)
+            progress.update(self._snapshot())
+        progress.update(self._snapshot())
+
+    # ---- rows in
+
+    def _request_splits(self, feed: Feed) -> None:
+        while self._todo and len(self._open) < _OPEN_SPLITS:
+            split = self._todo.popleft()
+            self._open[split.number] = _OpenSplit(split)
+            feed.request(split, self._done.pop(split.number))
+
+    def _take_windows(self, feed: Feed, timeout: float) -> None:
+        """Take prepared rows in while the engine has fewer than it could run."""
+        while self._engine is None or self._engine.hungry:
+            window = feed.poll(timeout)
+            if window is None:
+                return
+            self._take(window)
+            timeout = 0.0
+
+    def _take(self, window: Window) -> None:
+        opened = self._open[window.split]
+        opened.delivered = window.last
+        opened.unfinished += len(window.rows)
+        for prepared in window.rows:
+            if prepared.error is None:
+                self._add(opened.split, prepared)
+            else:
+                self._finish_row(RowResult(window.split, prepared.row, error=prepared.error))
+
+    def _add(self, split: Split, prepared: PreparedRow) -> None:
+        engine, params = self.engine, prepared.params
+        assert params is not None
+        partial = self._partials.pop((split.number, prepared.row), None)
+        try:
+            request = engine.request(
+                (split.number, prepared.row),
+                prepared.token_ids,
+                params,
+                self._noise_key(split, prepared),
+                partial.token_ids if partial else (),
+            )
+        except ValueError as error:
+            self._finish_row(RowResult(split.number, prepared.row, error=row_error("engine_error", str(error))))
+            return
+        if partial is not None:
+            request.logprobs = list(partial.logprobs or ())
+            request.prompt_logprobs = list((partial.prompt_logprobs or ())[1:])
+        engine.add(request)
+
+    def _noise_key(self, split: Split, prepared: PreparedRow) -> int:
+        from batchrun.engine.request import noise_key
+
+        assert prepared.params is not None
+        seed = prepared.params.seed
+        if seed is None:
+            return int.from_bytes(os.urandom(8), "little")
+        return noise_key("seed", seed) if prepared.own_seed else noise_key(seed, split.file.key, prepared.row, 0)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, loaded when the first row needs it."""
+        if self._engine is None:
+            from batchrun.engine.engine import Engine
+
+            spec = self.job.model
+            files = resolve(spec.name_or_path, spec.revision)
+            options = spec.model_dump(exclude={"name_or_path"}) | self.job.engine.model_dump()
+            self._engine = Engine(files, **options)
+        return self._engine
+
+    def _close_engine(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+
+    # ---- results out
+
+    def _finish_row(self, result: Request | RowResult) -> None:
+        if isinstance(result, RowResult):
+            split = result.split
+            kind = (result.error or "").partition(":")[0]
+            self.errors[kind if kind in ROW_ERROR_KINDS else "other"] += 1
+        else:
+            split = result.key[0]  # type: ignore[index]
+            self._finished_tokens += len(result.tokens) - result.cached
+        self._open[split].unfinished -= 1
+        self._finished_rows += 1
+        self._results.append(result)
+
+    def _close_splits(self, feed: Feed, writer: _Writer, progress: Progress) -> None:
+        """Hand complete splits to the writer, and request those that come after."""
+        complete = [opened.split for opened in self._open.values() if opened.complete]
+        if not complete:
+            return
+        self._checkpoint(writer)
+        for split in complete:
+            del self._open[split.number]
+            writer.commit(split)
+        self._request_splits(feed)
+
+    def _checkpoint(self, writer: _Writer) -> None:
+        results, self._results = self._results, []
+        engine = self._engine
+        unfinished = engine.unfinished() if engine is not None else []
+        partials = [_partial(request) for request in unfinished if request.n_output]
+        # Rows that an earlier attempt began and this one has not reached stay known by that attempt's snapshot.
+        writer.checkpoint(results, partials, engine, self._status())
+
+    def _check_errors(self) -> None:
+        if self.errors and self.job.errors.on_error == "fail":
+            first = next(r for r in self._results if isinstance(r, RowResult) and r.error)
+            raise ThresholdError(f"row {first.row}: {first.error} (errors.on_error is fail)")
+
+    def _stop(self, writer: _Writer, progress: Progress) -> None:
+        """Settle the step in flight and make everything durable that is known."""
+        progress.write(f"{self.job.name}: stopping ({self.stop.reason}): making finished and begun rows durable")
+        if self._engine is not None:
+            for request in self._engine.drain():
+                self._finish_row(request)
+        self._checkpoint(writer)
+        self.stopped = True
+
+    # ---- what it says of itself
+
+    def _snapshot(self) -> Snapshot:
+        stats = self._engine.stats() if self._engine is not None else None
+        errors = self.errors.total()
+        if stats is None:
+            return Snapshot(rows=self._finished_rows, row_errors=errors)
+        return Snapshot(
+            rows=self._finished_rows,
+            row_errors=errors,
+            prompt_tokens=stats.admitted_tokens - stats.cached_tokens,
+            cached_tokens=stats.cached_tokens,
+            completion_tokens=stats.output_tokens,
+            finished_tokens=self._finished_tokens,
+            running=stats.running,
+            waiting=stats.waiting,
+            kv_use=stats.kv_used,
+        )
+
+    def _status(self) -> dict[str, Any]:
+        now = self._snapshot()
+        return {
+            "rows": self.rows_before + now.rows,
+            "of": self._total_rows,
+            "errors": self._errors_before + now.row_errors,
+            "prompt_tokens": now.prompt_tokens,
+            "output_tokens": now.completion_tokens,
+            "running": now.running,
+            "waiting": now.waiting,
+        }
+
+    def report(self, seconds: float) -> RunReport:
+        now = self._snapshot()
+        return RunReport(
+            name=self.job.name,
+            output=self.job.output.path,
+            exit_code=EXIT_STOPPED,
+            total_rows=self._total_rows,
+            ok_rows=self.rows_before - self._errors_before + now.rows - now.row_errors,
+            errors=_all_errors(self.errors, self._errors_before + now.row_errors),
+            rows_before=self.rows_before,
+            prompt_tokens=now.prompt_tokens,
+            cached_tokens=now.cached_tokens,
+            completion_tokens=now.completion_tokens,
+            seconds=seconds,
+        )
+
+
+class _Writer:
+    """The thread that makes results durable, in the order in which it is given them."""
+
+    def __init__(self, output: Output, source: Source, checkpoint_seconds: float) -> None:
+        self._output = output
+        self._source = source
+        self._interval = checkpoint_seconds
+        self._thread = ThreadPoolExecutor(1, "writer")
+        self._pending: deque[Future[None]] = deque()
+        self._taken = time.monotonic()  # when the newest checkpoint's state was taken
+        self._took = 0.0  # seconds that the last one needed to become durable
+
+    @property
+    def due(self) -> bool:
+        """Whether to take a checkpoint now, for the next to be durable within the interval after this one's state."""
+        busy = any(not future.done() for future in self._pending)
+        return not busy and time.monotonic() - self._taken >= max(0.5 * self._interval, self._interval - 2 * self._took)
+
+    def checkpoint(
+        self,
+        results: list[Request | RowResult],
+        partials: list[PartialRow],
+        engine: Engine | None,
+        status: dict[str, Any],
+    ) -> None:
+        taken = self._taken = time.monotonic()
+
+        def write() -> None:
+            self._output.checkpoint([_row_result(result, engine) for result in results], partials)
+            self._output.write_status(status)
+            self._took = time.monotonic() - taken
+
+        self._submit(write)
+
+    def commit(self, split: Split) -> None:
+        def write() -> None:
+            self._output.commit_split(split, self._source)
+
+        self._submit(write)
+
+    def _submit(self, write: Callable[[], None]) -> None:
+        """Queue work; wait where two pieces wait already. Raises what an earlier piece failed with."""
+        self._pending.append(self._thread.submit(write))
+        while self._pending and (len(self._pending) > 2 or self._pending[0].done()):
+            self._pending.popleft().result()
+
+    def __enter__(self) -> _Writer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            while self._pending:
+                self._pending.popleft().result()
+        finally:
+            self._thread.shutdown(wait=True, cancel_futures=True)
+
+
+def _partial(request: Request) -> PartialRow:
+    from batchrun.engine.engine import prompt_logprobs
+
+    split, row = request.key  # type: ignore[misc]
+    return PartialRow(split, row, request.output_ids, list(request.logprobs) or None, prompt_logprobs(request))
+
+
+def _row_result(result: Request | RowResult, engine: Engine | None) -> RowResult:
+    """What the output stores of a finished request; its text is made here, off the engine's thread."""
+    if isinstance(result, RowResult):
+        return result
+    from batchrun.engine.engine import prompt_logprobs
+
+    assert engine is not None
+    split, row = result.key  # type: ignore[misc]
+    return RowResult(
+        split=split,
+        row=row,
+        text=engine.text(result),
+        finish_reason=result.finish_reason,
+        prompt_tokens=result.n_prompt,
+        completion_tokens=result.n_output,
+        logprobs=result.logprobs if result.params.logprobs is not None else None,
+        prompt_logprobs=prompt_logprobs(result),
+    )
