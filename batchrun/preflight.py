@@ -74,9 +74,10 @@ class Preflight:
 
     def _prepared(self) -> Iterator[PreparedRow]:
         builder = self.prompts()
-        for split in self.source.splits(self.inputs):
-            for row in self.source.rows(split):
-                yield from builder.build([row])
+        for file in self.inputs:
+            for split in self.source.splits([file]):
+                for row in self.source.rows(split):
+                    yield from builder.build([row])
 
 
 def preflight(job: JobSpec) -> Preflight:
@@ -159,19 +160,23 @@ def _check_prompt_columns(job: JobSpec, columns: list[str], complete: bool) -> N
 
     Per-row sampling may be rare, so that only a schema can say that its column is not there.
     """
-    wanted = [(f"prompt.{form}", name) for form, name in _prompt_columns(job.prompt)]
-    if job.input.id_column is not None:
-        wanted.append(("input.id_column", job.input.id_column))
-    if job.sampling.from_column is not None and complete:
-        wanted.append(("sampling.from_column", job.sampling.from_column))
+    wanted: list[tuple[str, str | None, bool]] = [
+        (f"prompt.{form}", name, True) for form, name in _prompt_columns(job.prompt)
+    ]
+    wanted += [
+        ("input.id_column", job.input.id_column, True),
+        ("sampling.from_column", job.sampling.from_column, complete),
+    ]
     faults = []
-    for field, name in wanted:
-        if name not in columns:
+    for field, name, has_to_be_known in wanted:
+        if name is None:
+            continue
+        if job.input.columns is not None and name not in job.input.columns:
+            faults.append(f"{field}: column {name!r} is not among input.columns")
+        elif has_to_be_known and name not in columns:
             close = get_close_matches(name, columns, n=1)
             hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(columns)}"
             faults.append(f"{field}: column {name!r} is not in the input; {hint}")
-        elif job.input.columns is not None and name not in job.input.columns:
-            faults.append(f"{field}: column {name!r} is not among input.columns")
     if faults:
         raise JobError("\n".join(faults))
 

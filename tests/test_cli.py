@@ -90,6 +90,11 @@ def test_columns_that_a_template_can_do_without_may_be_missing(job: Path) -> Non
     assert run("validate", job, "--set", f"prompt.template='{template.replace(chr(39), chr(39) * 2)}'").exit_code == 0
 
 
+def test_a_sampling_column_has_to_be_read(job: Path) -> None:
+    overrides = ("--set", "input.columns=[id, text]", "--set", "sampling.from_column=params")
+    assert "sampling.from_column: column 'params' is not among input.columns" in refused("validate", job, *overrides)
+
+
 def test_a_schema_tells_that_a_sampling_column_is_missing(job: Path, tmp_path: Path) -> None:
     assert run("validate", job, "--set", "sampling.from_column=params").exit_code == 0
     pq.write_table(pa.table({"id": ["a"], "text": ["b"]}), tmp_path / "rows.parquet")
