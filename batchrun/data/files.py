@@ -11,6 +11,7 @@ import glob
 import posixpath
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import unquote
@@ -140,8 +141,10 @@ def _input_file(fs: Any, key: str, path: str, info: dict[str, Any]) -> InputFile
     if isinstance(fs, LocalFileSystem):
         stat = Path(path).stat()
         return InputFile(key, path, stat.st_size, str(stat.st_mtime_ns))
-    version = next((str(info[name]) for name in _VERSIONS if info.get(name)), "")
-    return InputFile(key, path, int(info.get("size") or 0), version)
+    version = next((info[name] for name in _VERSIONS if info.get(name)), "")
+    if isinstance(version, datetime):  # some listings give the same time as a number
+        version = version.timestamp()
+    return InputFile(key, path, int(info.get("size") or 0), str(version))
 
 
 def _url(fs: Any, inner: str, given: str) -> str:

@@ -39,7 +39,7 @@ class PromptBuilder:
         self._max_model_len = max_model_len
         self._sampling_column = sampling.from_column
         self._params = SamplingParams.model_validate(sampling.model_dump(exclude={"from_column"}))
-        self._templates = prompt_templates(prompt)
+        self._templates = _templates(prompt)
         self._is_chat = prompt.messages is not None or prompt.messages_column is not None
         if self._is_chat and tokenizer.chat_template is None:
             raise JobError("prompt: the model has no chat template; use prompt.template")
@@ -171,21 +171,6 @@ class PromptBuilder:
         return head + token_ids[len(token_ids) - room + len(head) :]
 
 
-def prompt_templates(prompt: PromptSpec) -> list[RowTemplate]:
-    """The parsed templates of the job: one for ``prompt.template``, one for each of ``prompt.messages``."""
-    if prompt.template is not None:
-        return [RowTemplate(prompt.template, "prompt.template")]
-    messages = enumerate(prompt.messages or ())
-    return [RowTemplate(message.content, f"prompt.messages.{i}.content") for i, message in messages]
-
-
-def prompt_columns(prompt: PromptSpec, sampling: SamplingSpec) -> set[str]:
-    """Every column that prompts and per-row sampling are made of, as far as the job file names them."""
-    named = {prompt.messages_column, prompt.token_ids_column, sampling.from_column}
-    mentioned = {column for template in prompt_templates(prompt) for column in template.columns}
-    return mentioned | {column for column in named if column is not None}
-
-
 def chat_messages(value: Any) -> list[dict[str, Any]]:
     """Messages as a chat template takes them, from a list of objects or the JSON text of one.
 
@@ -205,6 +190,13 @@ def chat_messages(value: Any) -> list[dict[str, Any]]:
 def prefix_order(rows: Sequence[PreparedRow]) -> list[PreparedRow]:
     """Rows sorted by token ids, then row number: a depth-first walk of the tree of shared prefixes."""
     return sorted(rows, key=lambda row: (np.asarray(row.token_ids, dtype=">u4").tobytes(), row.row))
+
+
+def _templates(prompt: PromptSpec) -> list[RowTemplate]:
+    if prompt.template is not None:
+        return [RowTemplate(prompt.template, "prompt.template")]
+    messages = enumerate(prompt.messages or ())
+    return [RowTemplate(message.content, f"prompt.messages.{i}.content") for i, message in messages]
 
 
 def _message(value: Any, index: int) -> dict[str, Any]:

@@ -64,6 +64,14 @@ class Source:
         splits = itertools.chain.from_iterable(_each_file(self._scan, files))
         return [replace(split, number=number) for number, split in enumerate(splits, first_number)]
 
+    def cut(self, split: Split, n_rows: int) -> tuple[Split, Split]:
+        """``split`` as its first ``n_rows`` rows and the rest, which may be none. Numbers are left as they are."""
+        head = replace(split, n_rows=n_rows, error=None if n_rows < split.n_rows else split.error)
+        rest = {"first_row": split.first_row + n_rows, "n_rows": split.n_rows - n_rows}
+        if self._format(split.file) == "jsonl":
+            rest["offset"] = jsonl.offset_of(split, n_rows, self.spec.storage_options)
+        return head, replace(split, **rest)
+
     def rows(self, split: Split) -> Iterator[Row]:
         """The split's rows that ``spec.where`` keeps; one that cannot be read or compared comes with its error."""
         return itertools.chain.from_iterable(self.row_groups(split))
@@ -226,7 +234,7 @@ def _filter(batch: Batch, where: Where) -> Batch:
     return Batch(
         [batch.rows[i] for i in kept],
         [errors[i] for i in kept],
-        None if batch.table is None else batch.table.take(kept),
+        None if batch.table is None else batch.table.take(pa.array(kept, pa.int64())),
         None if batch.records is None else [batch.records[i] for i in kept],
     )
 
