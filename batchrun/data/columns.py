@@ -24,6 +24,7 @@ from batchrun.data.source import to_records
 JSON_TEXT = {b"batchrun": b"json"}  # metadata of a field whose strings are JSON
 
 _MAX_NESTING = 20  # levels; deeper values become JSON text
+_NATURAL_LEAVES = (pa.null(), pa.bool_(), pa.int64(), pa.float64(), pa.string())
 
 
 class LossyColumnError(Exception):
@@ -73,32 +74,32 @@ def _natural_array(values: list[Any]) -> pa.Array | None:
 
 
 def _nested_array(values: list[Any]) -> pa.Array | None:
-    if not all(_is_shallow(value, _MAX_NESTING) for value in values):
-        return None
     array = pa.array(values)
-    exact = _parquet_has(array.type) and all(map(_is_same, array.to_pylist(), values))
+    if not _is_natural(array.type, _MAX_NESTING) or not _parquet_has(array.type):
+        return None
+    held = array.to_pylist()
+    # Arrow takes true for 1.0 among floats, and Python calls them equal.
+    exact = all(map(_is_same, held, values)) if "double" in str(array.type) else held == values
     return array if exact else None
 
 
-def _is_shallow(value: Any, levels: int) -> bool:
-    if isinstance(value, dict | list):
-        return levels > 0 and all(
-            _is_shallow(item, levels - 1) for item in (value.values() if isinstance(value, dict) else value)
-        )
-    return True
+def _is_natural(kind: pa.DataType, levels: int) -> bool:
+    """Whether the type has a JSON type at every leaf and is not nested too deep."""
+    if pa.types.is_list(kind):
+        return levels > 0 and _is_natural(kind.value_type, levels - 1)
+    if pa.types.is_struct(kind):
+        return levels > 0 and all(_is_natural(field.type, levels - 1) for field in kind)
+    return kind in _NATURAL_LEAVES
 
 
 def _is_same(held: Any, value: Any) -> bool:
-    """Whether the value that Arrow holds is the JSON value: equal keys, and numbers of equal value."""
+    """Whether the value that Arrow holds is the JSON value: equal keys, numbers of equal value, booleans no numbers."""
     if isinstance(value, dict):
-        return (
-            isinstance(held, dict) and held.keys() == value.keys() and all(_is_same(held[k], value[k]) for k in value)
-        )
+        same_keys = isinstance(held, dict) and held.keys() == value.keys()
+        return same_keys and all(_is_same(held[key], value[key]) for key in value)
     if isinstance(value, list):
         return isinstance(held, list) and len(held) == len(value) and all(map(_is_same, held, value))
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return type(held) in (int, float) and bool(held == value)
-    return type(held) is type(value) and bool(held == value)
+    return isinstance(held, bool) == isinstance(value, bool) and bool(held == value)
 
 
 @lru_cache(maxsize=1024)

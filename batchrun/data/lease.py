@@ -44,7 +44,7 @@ class HeldError(StoppedError):
 class Owner:
     """The process behind a lease."""
 
-    attempt: str
+    attempt: str  # Store.writer
     host: str
     machine: str  # this boot and process namespace of the host: where ``pid`` means something
     pid: int
@@ -142,7 +142,7 @@ class Lease:
         self.release()
 
 
-def acquire(store: Store, name: str, attempt: str, *, ttl: float = DEFAULT_TTL) -> Lease:
+def acquire(store: Store, name: str, *, ttl: float = DEFAULT_TTL) -> Lease:
     """Takes the lease ``name``, waiting at most the holder's time to live to learn whether a far holder is alive.
 
     Raises :class:`HeldError` (exit code 75), naming the holder, when it is.
@@ -158,14 +158,13 @@ def acquire(store: Store, name: str, attempt: str, *, ttl: float = DEFAULT_TTL) 
         first = first or seen
         silent = _now() - watched_since > (owner.ttl if owner else ttl)
         if state == "dead" or (state == "elsewhere" and seen == first and silent):
-            lease = _take(store, name, epoch + 1, Owner.current(attempt, ttl))
+            lease = _take(store, name, epoch + 1, Owner.current(store.writer, ttl))
             if lease:
                 return lease
             first, watched_since = None, _now()
         elif state == "alive" or seen != first:
-            raise HeldError(
-                f"{store.url} is held by {owner}: let it finish or stop it, then run the same command again"
-            )
+            by = owner or "another process"
+            raise HeldError(f"{store.url} is held by {by}: let it finish or stop it, then run the same command again")
         else:
             time.sleep(min(1.0, ttl / 20))
 
@@ -177,6 +176,12 @@ def holder(store: Store, name: str) -> Owner | None:
     if owner is None or _is_released(store.read_if_any(_file(name, epoch, "beat"))):
         return None
     return None if owner.state() == "dead" else owner
+
+
+def live_attempts(store: Store) -> set[str]:
+    """The attempts behind all leases that are held as far as one look can tell."""
+    names = {match[1] for file in store.names(LEASES) if (match := re.fullmatch(rf"{LEASES}/(.+)-\d{{8}}\.json", file))}
+    return {owner.attempt for name in names if (owner := holder(store, name))}
 
 
 def _take(store: Store, name: str, epoch: int, owner: Owner) -> Lease | None:

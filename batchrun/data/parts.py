@@ -30,7 +30,7 @@ from batchrun.data.columns import (
     typed_column,
     unify,
 )
-from batchrun.data.json_text import dump_json
+from batchrun.data.json_text import dump_json, replace_surrogates
 from batchrun.data.results import LOGPROBS, Results
 from batchrun.data.rows import Batch, Split
 from batchrun.data.source import to_records
@@ -208,7 +208,7 @@ def _with_remainder(batches: Iterable[Batch], split: Split) -> Iterator[Batch]:
 def _join(batch: Batch, results: Results, split: Split, layout: Layout, columns: Sequence[str]) -> pa.Table:
     """The result columns of a batch, by their own names."""
     found = results.take(batch.rows)
-    error = pc.coalesce(found["error"], pa.array(batch.errors, pa.large_string()))
+    error = pc.coalesce(found["error"], pa.array([replace_surrogates(e) for e in batch.errors], pa.large_string()))
     missing = pc.and_(found["row"].is_null(), error.is_null())
     if (place := pc.index(missing, True).as_py()) >= 0:
         raise MissingResultError(f"{split.file.key}: row {batch.rows[place]} has no result")
@@ -232,8 +232,9 @@ def _custom_ids(batch: Batch, split: Split, layout: Layout) -> list[str]:
         values = python_values(batch.table[name])
     elif name is not None and batch.records is not None:
         values = [None if record is None else record.get(name) for record in batch.records]
+    key = replace_surrogates(split.file.key)
     return [
-        f"{split.file.key}:{row}" if value is None else value if isinstance(value, str) else dump_json(value)
+        f"{key}:{row}" if value is None else value if isinstance(value, str) else dump_json(value)
         for row, value in zip(batch.rows, values, strict=True)
     ]
 

@@ -13,6 +13,7 @@ What lies in ``output.path``::
     _batchrun/manifests/              the chain of manifests
     _batchrun/leases/                 who is at work
     _batchrun/status-<attempt>.json   how far an attempt is
+    _batchrun/removing                there while all of this is being removed, to begin anew
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ FORMAT = 1  # of everything under _batchrun/
 
 HOME = "_batchrun"
 JOB = f"{HOME}/job.json"
+REMOVING = f"{HOME}/removing"
 SEGMENTS = f"{HOME}/segments"
 PARTIALS = f"{HOME}/partials"
 STAGED = f"{HOME}/staged"

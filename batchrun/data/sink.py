@@ -14,7 +14,6 @@ import itertools
 import json
 import logging
 import re
-import uuid
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
@@ -27,7 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchrun.data.columns import LossyColumnError, as_json_text, unify
-from batchrun.data.lease import DEFAULT_TTL, Lease, Owner, acquire, holder
+from batchrun.data.lease import DEFAULT_TTL, Lease, Owner, acquire, holder, live_attempts
 from batchrun.data.parts import Layout, MissingResultError, PartContent, rewrite_part, write_part
 from batchrun.data.records import (
     EMPTY_PART,
@@ -37,6 +36,7 @@ from batchrun.data.records import (
     MANIFEST_COPY,
     MANIFESTS,
     PARTIALS,
+    REMOVING,
     SEGMENTS,
     SPLITS,
     STAGED,
@@ -210,13 +210,11 @@ class Output(OutputView):
     The methods that write are for one thread at a time.
     """
 
-    def __init__(
-        self, store: Store, layout: Layout, configuration: dict[str, Any], *, attempt: str, lease: Lease
-    ) -> None:
+    def __init__(self, store: Store, layout: Layout, configuration: dict[str, Any], lease: Lease) -> None:
         super().__init__(store)
         self.layout = layout
         self.configuration = configuration
-        self.attempt = attempt
+        self.attempt = store.writer
         self.lease = lease
         self._counter = itertools.count()
         self._snapshot: str | None = None  # the newest partials file of this attempt
@@ -242,26 +240,26 @@ class Output(OutputView):
         written; and HeldError while another process works on it.
         """
         configuration = json.loads(encode(configuration))
-        attempt = uuid.uuid4().hex
         try:
             store = Store(spec.path, spec.storage_options)
             _refuse_inputs(store, inputs)
-            begun = _is_begun(store, overwrite=overwrite)
-            if begun and not overwrite:
+            _check_place(store, overwrite=overwrite)
+            anew = overwrite or store.exists(REMOVING)
+            if not anew and store.exists(JOB):
                 _check_configuration(store, configuration)
             store.probe_exclusive_create()
-            lease = acquire(store, _LEASE, attempt, ttl=ttl)
+            lease = acquire(store, _LEASE, ttl=ttl)
         except (StorageError, OSError, ValueError, ImportError) as error:
             raise JobError(f"output.path: {error}") from error
         try:
-            if overwrite:
+            if anew:
                 _remove_everything(store)
             if not store.create(JOB, encode({"format": FORMAT, "configuration": configuration})):
                 _check_configuration(store, configuration)
         except BaseException:
             lease.release()
             raise
-        return cls(store, layout, configuration, attempt=attempt, lease=lease)
+        return cls(store, layout, configuration, lease)
 
     def close(self) -> None:
         """Releases the lease."""
@@ -398,8 +396,16 @@ class Output(OutputView):
 
     def _settle_split(self, record: SplitRecord) -> None:
         """Publishes a committed part unless that is done."""
-        if self.store.exists(record.staged) or not self.store.exists(record.part):
-            self.store.publish(record.staged, record.part)
+        self._publish(record.staged, record.part, record.bytes)
+
+    def _publish(self, staged: str | None, part: str, size: int) -> None:
+        """Publishes the staged file if there is one. Raises StorageError if the part is not there afterwards."""
+        if staged is not None and self.store.exists(staged):
+            self.store.publish(staged, part)
+        found = self.store.size(part)
+        if found != size:
+            state = "is gone" if found is None else f"has {found} bytes"
+            raise StorageError(f"{self.store.path(part)} {state}, not {size} bytes as recorded: {_START_AGAIN}")
 
     def _retire_snapshots(self) -> None:
         """Removes other attempts' partials of which every row is committed."""
@@ -483,14 +489,7 @@ class Output(OutputView):
     def _settle_manifest(self, manifest: Manifest) -> None:
         """Publishes what the manifest has staged unless that is done, checks its parts, and copies it for people."""
         for part in manifest.parts:
-            if part.staged and (self.store.exists(part.staged) or not self.store.exists(part.name)):
-                self.store.publish(part.staged, part.name)
-            size = self.store.size(part.name)
-            if size != part.bytes:
-                found = "is gone" if size is None else f"has {size} bytes"
-                raise StorageError(
-                    f"{self.store.path(part.name)} {found}, not {part.bytes} as recorded: {_START_AGAIN}"
-                )
+            self._publish(part.staged, part.name, part.bytes)
         copy = encode(manifest)
         if self.store.read_if_any(MANIFEST_COPY) != copy:
             self.store.put(MANIFEST_COPY, copy)
@@ -502,20 +501,19 @@ class Output(OutputView):
         self.store.delete(self.store.names(PARTIALS))
         self.store.delete(self.store.names(STAGED))
         self.store.delete(name for name in self._home_files("status-") if name != own_status)
-        self.store.sweep_temporary()
+        self.store.sweep_temporary(live_attempts(self.store))
 
 
-def _is_begun(store: Store, *, overwrite: bool) -> bool:
-    """Whether there is an output already. Raises JobError where something else is that it could do harm to."""
-    if store.exists(JOB):
-        return True
+def _check_place(store: Store, *, overwrite: bool) -> None:
+    """Raises JobError where something else is that an output could do harm to."""
+    if store.exists(JOB) or store.exists(REMOVING):
+        return
     foreign = [name for name in store.entries() if name != HOME and not name.startswith(".")]
     ours_by_name = [name for name in foreign if _PART_NAME.fullmatch(name) or name == MANIFEST_COPY]
     if ours_by_name or (foreign and not overwrite):
         shown = ", ".join([*(ours_by_name or foreign)[:3], *(["..."] if len(foreign) > 3 else [])])
         hint = "" if ours_by_name else ", or --overwrite to write beside what is there"
         raise JobError(f"{store.url} is not empty and no output of batchrun: {shown}; choose another output.path{hint}")
-    return False
 
 
 def _refuse_inputs(store: Store, inputs: Sequence[InputFile]) -> None:
@@ -525,7 +523,7 @@ def _refuse_inputs(store: Store, inputs: Sequence[InputFile]) -> None:
         protocol, path = fsspec.core.split_protocol(file.path)
         if store.local and protocol in (None, "file", "local"):
             path = str(Path(path).resolve())
-        elif protocol not in store.fs.protocol:
+        elif protocol is None or protocol not in store.fs.protocol:
             continue
         if path == root or path.startswith(root.rstrip("/") + "/"):
             raise JobError(f"output.path: {store.url} holds the input file {file.path}; choose another output.path")
@@ -570,20 +568,17 @@ def _input_changes(before: dict[str, InputFile], now: dict[str, InputFile]) -> l
 
 
 def _remove_everything(store: Store) -> None:
-    """Removes an output, leases apart.
-
-    Records of results go before the results and ``job.json`` last: what a removal that was cut short leaves is still
-    known to be ours, and no part counts as finished that is gone.
-    """
-    if not store.exists(JOB):
+    """Removes an output, leases apart. A removal that was cut short is known by its mark, and is finished first."""
+    if not store.exists(JOB) and not store.exists(REMOVING):
         return
+    store.put(REMOVING, b"1")
     parts = [name for name in store.names("") if _PART_NAME.fullmatch(name)]
-    store.delete([MANIFEST_COPY, *store.names(MANIFESTS)])
-    store.delete(store.names(SPLITS))
-    store.delete([*store.names(PARTIALS), *store.names(SEGMENTS), *store.names(STAGED), *parts])
-    store.delete(name for name in store.names(HOME) if name != JOB)
-    store.delete([JOB])
-    store.sweep_temporary()
+    store.delete([MANIFEST_COPY, *parts])
+    for directory in (MANIFESTS, SPLITS, PARTIALS, SEGMENTS, STAGED):
+        store.delete(store.names(directory))
+    store.delete(name for name in store.names(HOME) if name != REMOVING)
+    store.sweep_temporary(alive=())
+    store.delete([REMOVING])
 
 
 def _entry(record: SplitRecord) -> PartEntry:

@@ -17,7 +17,7 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-TEMPORARY = "_batchrun/tmp"  # where local files are built before they are renamed into place
+TEMPORARY = "_batchrun/tmp"  # files on their way into place, which a killed writer may leave behind
 
 _HOPELESS_ERRNO = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR}
 _HOPELESS_TYPES = (FileNotFoundError, PermissionError, ValueError, TypeError, NotImplementedError, ImportError)
@@ -69,6 +69,7 @@ class Store:
         options = storage_options or {}
         self.url = re.sub(r"//[^/@]*@", "//", url).rstrip("/") or "/"
         self.patience = patience
+        self.writer = uuid.uuid4().hex  # names this object's temporary files, and whoever writes through it
         self._secrets = [*_secrets_of(options), *re.findall(r"//([^/@]+)@", url)]
         if "://" in url or "::" in url:
             # The listing cache would hide what other processes write.
@@ -76,7 +77,7 @@ class Store:
         else:
             self.fs, self.root = LocalFileSystem(), str(Path(url).absolute())
         self.local = isinstance(self.fs, LocalFileSystem)
-        self._backend: _Backend = _Disk(Path(self.root)) if self.local else _Objects(self.fs, self.root)
+        self._backend: _Backend = _Disk(Path(self.root), self.writer) if self.local else _Objects(self.fs, self.root)
 
     def __repr__(self) -> str:
         return f"Store({self.url!r})"
@@ -175,7 +176,8 @@ class Store:
         if self.local:
             where = Path(self.root, TEMPORARY)
             where.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="batchrun-", dir=where, ignore_cleanup_errors=True) as directory:
+        prefix = f"{self.writer}-" if self.local else "batchrun-"
+        with tempfile.TemporaryDirectory(prefix=prefix, dir=where, ignore_cleanup_errors=True) as directory:
             yield Path(directory)
 
     @contextmanager
@@ -189,14 +191,20 @@ class Store:
             self._persist("read", name, lambda: self.fs.get_file(f"{self.root}/{name}", str(copy)))
             yield copy
 
-    def sweep_temporary(self) -> None:
-        """Removes what killed writers left half-built. A live writer that loses a file this way builds it again."""
-        if self.local:
-            shutil.rmtree(Path(self.root, TEMPORARY), ignore_errors=True)
+    def sweep_temporary(self, alive: Collection[str]) -> None:
+        """Removes what killed writers left half-built: all but the files of this writer and those of ``alive``."""
+        left = self._persist("list", TEMPORARY, lambda: self._backend.names(TEMPORARY))
+        for base, is_directory in left:
+            if base.split("-")[0] in {self.writer, *alive}:
+                continue
+            if is_directory:
+                shutil.rmtree(Path(self.root, TEMPORARY, base), ignore_errors=True)
+            else:
+                self.delete([f"{TEMPORARY}/{base}"])
 
     def probe_exclusive_create(self) -> None:
         """Raises JobError if the storage lets two writers create one file (some ignore the condition)."""
-        name = f"_batchrun/probe-{uuid.uuid4().hex}"
+        name = f"{TEMPORARY}/{self.writer}-{uuid.uuid4().hex}"
         try:
             first, second = self.create(name, b"first"), self.create(name, b"second")
         finally:
@@ -254,8 +262,9 @@ def _is_hopeless(error: Exception) -> bool:
 class _Disk:
     """Local disk, or a network mount that behaves like one."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, writer: str) -> None:
         self.root = root
+        self.writer = writer
 
     def read(self, name: str) -> bytes:
         return (self.root / name).read_bytes()
@@ -298,25 +307,21 @@ class _Disk:
         (self.root / name).unlink(missing_ok=True)
 
     def _build(self, content: bytes | Path, finish: Callable[[Path], None]) -> None:
-        """Hands ``finish`` a synced file of that content. A sweep may take the file away meanwhile: again, then."""
-        for last in (False, False, True):
-            built = self.root / TEMPORARY / uuid.uuid4().hex
-            try:
-                _make_directory(built.parent)
-                with built.open("xb") as file:
-                    if isinstance(content, Path):
-                        with content.open("rb") as source:
-                            shutil.copyfileobj(source, file)
-                    else:
-                        file.write(content)
-                    file.flush()
-                    os.fsync(file.fileno())
-                return finish(built)
-            except FileNotFoundError:
-                if last:
-                    raise
-            finally:
-                built.unlink(missing_ok=True)
+        """Hands ``finish`` a synced file of that content."""
+        built = self.root / TEMPORARY / f"{self.writer}-{uuid.uuid4().hex}"
+        _make_directory(built.parent)
+        try:
+            with built.open("xb") as file:
+                if isinstance(content, Path):
+                    with content.open("rb") as source:
+                        shutil.copyfileobj(source, file)
+                else:
+                    file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            finish(built)
+        finally:
+            built.unlink(missing_ok=True)
 
     def _rename(self, source: Path, target: Path) -> None:
         _make_directory(target.parent)

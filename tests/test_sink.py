@@ -1,0 +1,515 @@
+"""Outputs: whatever is interrupted, raced or damaged, each row comes out once and the parts are the same bytes."""
+
+import json
+import os
+import shutil
+import time
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchrun.data.lease import HeldError
+from batchrun.data.parts import Layout
+from batchrun.data.records import HOME, MANIFEST_COPY, MANIFESTS, PARTIALS, SEGMENTS, SPLITS, STAGED, split_file
+from batchrun.data.rows import InputFile, PartialRow, RowResult, TokenLogprob
+from batchrun.data.sink import Output, OutputView
+from batchrun.data.source import Source
+from batchrun.data.store import StorageError, sha256_of
+from batchrun.errors import JobError
+from tests.outputs import (
+    answer,
+    configuration,
+    in_child,
+    make_job,
+    open_as_worker,
+    open_output,
+    parts_of,
+    race,
+    run_job,
+    write_lines,
+)
+
+RECORDS = [{"id": f"r{i}", "text": f"text {i}", "n": i} for i in range(5)]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """An input of two files whose column ``n`` changes its type and of which one line is bad."""
+    write_lines(tmp_path / "in" / "a.jsonl", RECORDS)
+    write_lines(tmp_path / "in" / "b.jsonl", [{"id": 7, "text": "seven", "n": "x", "new": [1]}, "{bad"])
+    return tmp_path
+
+
+@pytest.fixture
+def job(folder):
+    return make_job(folder)
+
+
+@pytest.fixture
+def output(job):
+    """An open output whose input is recorded."""
+    source = Source(job.input)
+    files = source.files()
+    with open_output(job, inputs=files) as output:
+        output.record_input(files, source.splits(files))
+        yield output
+
+
+def leftovers(folder):
+    """Files that a finished output should not have."""
+    home = folder / "out" / HOME
+    kept = {"job.json", "input-00001.json", "splits", "manifests", "leases"}
+    return [str(path) for path in home.rglob("*") if path.is_file() and path.relative_to(home).parts[0] not in kept]
+
+
+def rows_of(folder):
+    return pa.concat_tables(pq.read_table(path) for path in sorted((folder / "out").glob("part-*"))).to_pylist()
+
+
+def results(split, rows):
+    return [RowResult(split, row, f"text {row}", "stop", 1, 1) for row in rows]
+
+
+# --- a whole run -------------------------------------------------------------------------------------------------
+
+
+def test_finished_output(folder, job):
+    manifest, answered = run_job(job)
+    assert len(answered) == 7
+    rows = rows_of(folder)
+    assert [row["custom_id"] for row in rows] == ["r0", "r1", "r2", "r3", "r4", "7", "b.jsonl:2"]
+    assert [row["n"] for row in rows] == ["0", "1", "2", "3", "4", '"x"', None]
+    assert [row["new"] for row in rows] == [None] * 5 + [[1], None]
+    assert rows[6]["error"].startswith("unreadable_row: ")
+    assert (manifest.rows, manifest.ok, manifest.errors, manifest.complete) == (7, 6, 1, True)
+    assert (manifest.prompt_tokens, manifest.completion_tokens) == (18, 12)
+    assert sorted(path.name for path in (folder / "out").iterdir()) == [
+        *[HOME, MANIFEST_COPY],
+        *[f"part-0000{i}.parquet" for i in range(3)],
+    ]
+    for part in manifest.parts:
+        assert sha256_of(folder / "out" / part.name) == part.sha256
+    assert leftovers(folder) == []
+    assert json.loads((folder / "out" / MANIFEST_COPY).read_text()) == manifest.model_dump()
+    assert manifest.run == {"device": "test"}
+    assert manifest.columns["n"] == "string"
+
+
+def test_parts_load_as_one_data_set(folder, job, tmp_path):
+    run_job(job)
+    datasets = pytest.importorskip("datasets")
+    files = [str(path) for path in sorted((folder / "out").glob("part-*"))]
+    loaded = datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=str(tmp_path / "cache"))
+    assert loaded["custom_id"][:2] == ["r0", "r1"]
+
+
+def test_finished_job_is_left_alone(folder, job):
+    first, _ = run_job(job)
+    before = {path: path.stat().st_mtime_ns for path in (folder / "out").rglob("*.json")}
+    again, answered = run_job(job)
+    assert (again, answered) == (first, [])
+    changed = [path for path, when in before.items() if path.exists() and path.stat().st_mtime_ns != when]
+    assert changed == []
+
+
+def test_stopped_job_goes_on(folder, job):
+    clean = make_job(folder / "clean")
+    shutil.copytree(folder / "in", folder / "clean" / "in")
+    run_job(clean)
+    partial, first = run_job(job, stop_after=0)
+    assert (partial.complete, partial.rows, [part.name for part in partial.parts]) == (False, 4, ["part-00000.parquet"])
+    manifest, second = run_job(job)
+    assert (manifest.complete, manifest.generation, manifest.rows) == (True, 2, 7)
+    assert len(first) + len(second) == 7
+    assert parts_of(folder) == parts_of(folder / "clean")
+    assert len(list((folder / "out" / MANIFESTS).iterdir())) == 2
+
+
+def test_empty_input_gives_an_empty_part(folder, job):
+    for path in (folder / "in").iterdir():
+        path.write_text("")
+    manifest, _ = run_job(job)
+    assert (manifest.complete, manifest.rows, len(manifest.parts)) == (True, 0, 1)
+    table = pq.read_table(folder / "out" / "part-00000.parquet")
+    assert table.num_rows == 0
+    assert table.schema.field("error").type == pa.string()
+    assert run_job(job)[0] == manifest
+
+
+def test_jsonl_output(folder):
+    job = make_job(folder, format="jsonl")
+    manifest, _ = run_job(job)
+    lines = b"".join(parts_of(folder).values()).decode().splitlines()
+    assert [json.loads(line).get("n") for line in lines] == [0, 1, 2, 3, 4, "x", None]
+    assert manifest.columns == {}
+
+
+# --- kills -------------------------------------------------------------------------------------------------------
+
+STEPS = ("fsync", "link", "replace", "unlink")
+
+
+def run_until(job, step):
+    """Runs the job in a process that dies, as by kill -9, at that file system call; True if it got that far."""
+    marker = f"{job.output.path}.died"
+
+    def run():
+        calls = iter(range(step))
+
+        def dying(call):
+            def wrapper(*arguments, **options):
+                if next(calls, None) is None:
+                    os.close(os.open(marker, os.O_CREAT))
+                    os._exit(9)
+                return call(*arguments, **options)
+
+            return wrapper
+
+        for name in STEPS:
+            setattr(os, name, dying(getattr(os, name)))
+        run_job(job)
+
+    in_child(run)
+    if os.path.exists(marker):  # noqa: PTH110
+        os.unlink(marker)  # noqa: PTH108
+        return True
+    return False
+
+
+def test_kill_at_every_step_and_resume(folder, tmp_path):
+    """The output after a kill at any file system call and a resume is byte for byte that of an undisturbed run."""
+    run_job(make_job(folder))
+    expected, home = parts_of(folder), folder / "out"
+    step, died = 0, True
+    while died:
+        shutil.rmtree(home)
+        died = run_until(make_job(folder), step)
+        manifest, _ = run_job(make_job(folder))
+        assert parts_of(folder) == expected, f"killed at step {step}"
+        assert leftovers(folder) == [], f"killed at step {step}"
+        assert manifest.complete
+        assert {part.name: part.sha256 for part in manifest.parts} == {
+            name: sha256_of(home / name) for name in expected
+        }, f"killed at step {step}"
+        step += 3
+    assert step > 100
+
+
+def test_many_kills_in_a_row(folder):
+    run_job(make_job(folder))
+    expected = parts_of(folder)
+    shutil.rmtree(folder / "out")
+    kills = 0
+    while run_until(make_job(folder), 25) and kills < 30:
+        kills += 1
+    assert kills > 3
+    run_job(make_job(folder))
+    assert parts_of(folder) == expected
+
+
+def test_killed_removal_can_be_repeated(folder, job):
+    run_job(job)
+    expected = parts_of(folder)
+    for calls in range(0, 24, 2):
+
+        def remove(calls=calls):
+            left = iter(range(calls))
+            unlink = os.unlink
+
+            def dying(*arguments, **options):
+                if next(left, None) is None:
+                    os._exit(9)
+                unlink(*arguments, **options)
+
+            os.unlink = dying
+            open_output(job, overwrite=True).close()
+
+        in_child(remove)
+        run_job(job)
+        assert parts_of(folder) == expected
+
+
+# --- races -------------------------------------------------------------------------------------------------------
+
+
+def test_six_workers_commit_the_same_splits(folder, job):
+    run_job(job)
+    expected = parts_of(folder)
+    shutil.rmtree(folder / "out")
+    source = Source(job.input)
+    files = source.files()
+    splits = source.splits(files)
+    with open_output(job) as output:
+        output.record_input(files, splits)
+
+    def work(index):
+        source = Source(job.input)
+        with open_as_worker(job) as output:
+            records = []
+            for split in splits[index % 3 :] + splits[: index % 3]:
+                rows = list(source.rows(split))[:: -1 if index % 2 else 1]
+                output.checkpoint([answer(split, row) for row in rows], [PartialRow(split.number, 1, [1])])
+                records.append((split.number, output.commit_split(split, source).attempt))
+            return sorted(records), output.finish({"worker": index}).generation
+
+    answers = race(6, work)
+    assert all(records == answers[0][0] for records, _ in answers)
+    assert {generation for _, generation in answers} == {1}
+    assert parts_of(folder) == expected
+    manifest, answered = run_job(job)
+    assert (manifest.generation, answered, leftovers(folder)) == (1, [], [])
+
+
+def test_loser_adopts_the_winners_part(folder, job, output):
+    source = Source(job.input)
+    (split, *_) = output.recorded_input()[1]
+    with open_as_worker(job) as other:
+        output.checkpoint([RowResult(0, row, "first", "stop", 1, 1) for row in range(1, 5)], [])
+        other.checkpoint([RowResult(0, row, "second", "stop", 1, 1) for row in range(1, 5)], [])
+        record = other.commit_split(split, source)
+        assert output.commit_split(split, source) == record
+    assert record.attempt == other.attempt
+    assert output.store.names(SEGMENTS) == output.store.names(STAGED) == []
+
+
+def test_second_run_is_refused_while_the_first_lives(job, output):
+    with pytest.raises(HeldError, match=f"process {os.getpid()}"):
+        open_output(job)
+    with pytest.raises(HeldError):
+        open_output(job, overwrite=True)
+    assert output.recorded_input() is not None
+    assert OutputView.at(job.output.path).holder().attempt == output.attempt
+
+
+# --- checkpoints -------------------------------------------------------------------------------------------------
+
+
+def test_done_rows_and_partials(job, output):
+    assert (output.done_rows(0), output.partials()) == (set(), {})
+    output.checkpoint([*results(0, [3, 1]), *results(1, [5])], [PartialRow(0, 2, [7]), PartialRow(0, 4, [8])])
+    assert (output.done_rows(0), output.done_rows(1), output.done_rows(2)) == ({1, 3}, {5}, set())
+    assert {key: row.token_ids for key, row in output.partials().items()} == {(0, 2): [7], (0, 4): [8]}
+    output.checkpoint(results(0, [4]), [PartialRow(0, 2, [7, 8])])
+    assert {key: row.token_ids for key, row in output.partials().items()} == {(0, 2): [7, 8]}
+    assert len(output.store.names(PARTIALS)) == 1
+    with open_as_worker(job) as other:
+        other.checkpoint([], [PartialRow(0, 2, [9]), PartialRow(1, 5, [1], [TokenLogprob(1, -0.5)])])
+        partials = other.partials()
+    assert {key: row.token_ids for key, row in partials.items()} == {(0, 2): [7, 8], (1, 5): [1]}
+    assert partials[1, 5].logprobs == [TokenLogprob(1, -0.5)]
+    output.checkpoint(results(0, [2]), [])
+    output.commit_split(output.recorded_input()[1][0], Source(job.input))
+    assert output.partials().keys() == {(1, 5)}
+    output.checkpoint(results(1, [5]), [])
+    output.commit_split(output.recorded_input()[1][1], Source(job.input))
+    assert output.store.names(PARTIALS) == []
+
+
+def test_results_are_durable_before_a_partial_row_goes(job, output, monkeypatch):
+    output.checkpoint([], [PartialRow(0, 1, [1])])
+
+    def fail(name, data):
+        if name.startswith(PARTIALS):
+            raise StorageError("away")
+
+    monkeypatch.setattr(output.store, "put", fail)
+    with pytest.raises(StorageError):
+        output.checkpoint(results(0, [1]), [PartialRow(0, 2, [1])])
+    assert output.partials().keys() == {(0, 1)}
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[: len(data) // 2], lambda data: b"", lambda data: data[:-9] + b"x" * 9]
+)
+def test_damaged_files_cost_work_but_nothing_else(folder, job, output, damage):
+    output.checkpoint(results(0, [1, 2]), [PartialRow(0, 3, [1, 2])])
+    output.checkpoint(results(0, [3]), [PartialRow(0, 4, [1])])
+    for name in [output.store.names(SEGMENTS)[0], output.store.names(PARTIALS)[0]]:
+        path = folder / "out" / name
+        path.write_bytes(damage(path.read_bytes()))
+    assert output.done_rows(0) == {3}
+    assert output.partials() == {}
+    output.checkpoint(results(0, [4]), [])
+    split, source = output.recorded_input()[1][0], Source(job.input)
+    with pytest.raises(StorageError, match=r"row 1 has no result; run the same command again"):
+        output.commit_split(split, source)
+    output.checkpoint(results(0, [1, 2]), [])
+    assert output.commit_split(split, source).ok == 4
+
+
+def test_flipped_bits_in_a_segment_are_noticed(folder, output):
+    output.checkpoint(results(0, range(1, 5)), [])
+    path = folder / "out" / output.store.names(SEGMENTS)[0]
+    data = bytearray(path.read_bytes())
+    data[40] ^= 0x40
+    path.write_bytes(bytes(data))
+    assert output._table(output.store.names(SEGMENTS)[0]) is None
+
+
+def test_status(job, output):
+    view = OutputView.at(job.output.path)
+    assert view.read_status() is None
+    output.write_status({"rows": 1})
+    output.write_status({"rows": 2})
+    assert view.read_status().items() >= {"rows": 2, "attempt": output.attempt}.items()
+    with open_as_worker(job) as other:
+        other.write_status({"rows": 3})
+    assert view.read_status()["rows"] == 3
+
+
+# --- what an output belongs to -----------------------------------------------------------------------------------
+
+
+def test_other_settings_are_refused_showing_each(folder, job):
+    run_job(job)
+    other = make_job(folder, sampling={"temperature": 0, "stop": ["x"]}, format="jsonl")
+    with pytest.raises(JobError) as caught:
+        run_job(other)
+    lines = str(caught.value).splitlines()
+    assert lines[0].endswith("holds results of other settings:")
+    assert sorted(lines[1:-1]) == [
+        '  output.format: was "parquet", is now "jsonl"',
+        '  sampling.stop: was [], is now ["x"]',
+        "  sampling.temperature: was 1.0, is now 0.0",
+    ]
+    assert "--overwrite" in lines[-1]
+    assert caught.value.exit_code == 2
+
+
+def test_settings_that_came_or_went_are_shown(job):
+    layout = Layout.of(job)
+    Output.open(job.output, {"model": {"a": 1}, "gone": {}}, layout).close()
+    with pytest.raises(JobError, match=r"(?s)gone: was \{\}, is now not set\n.*model\.b: was not set, is now \[1\]"):
+        Output.open(job.output, {"model": {"a": 1, "b": (1,)}}, layout)
+
+
+def test_changed_input_is_refused_showing_what_changed(folder, job):
+    run_job(job, stop_after=0)
+    write_lines(folder / "in" / "a.jsonl", RECORDS[:4])
+    (folder / "in" / "b.jsonl").rename(folder / "in" / "c.jsonl")
+    with pytest.raises(JobError) as caught:
+        run_job(job)
+    text = str(caught.value)
+    assert "  c.jsonl: is new\n" in text
+    assert "  b.jsonl: is gone\n" in text
+    assert "  a.jsonl: size was" in text
+    assert "  a.jsonl: version was" in text
+
+
+def test_moved_input_is_the_same_input(folder, job):
+    run_job(job, stop_after=0)
+    (folder / "in").rename(folder / "moved")
+    moved = job.model_copy(update={"input": job.input.model_copy(update={"path": str(folder / "moved")})})
+    manifest, _ = run_job(moved)
+    assert manifest.complete
+
+
+def test_recorded_input_can_only_grow(job, output):
+    files, splits = output.recorded_input()
+    output.record_input(files, splits)
+    with pytest.raises(JobError, match="no longer splits"):
+        output.record_input(files, splits[1:])
+    more = [*splits, splits[-1].__class__(files[1], 3, 3, 1)]
+    output.record_input(files, more)
+    assert output.recorded_input() == (files, more)
+    assert output.store.exists(f"{HOME}/input-00002.json")
+
+
+def test_directory_of_something_else_is_refused(folder, job):
+    out = folder / "out"
+    out.mkdir()
+    (out / ".hidden").touch()
+    (out / "notes.txt").write_text("mine")
+    with pytest.raises(JobError, match=r"not empty and no output of batchrun: notes\.txt.*--overwrite"):
+        run_job(job)
+    assert sorted(path.name for path in out.iterdir()) == [".hidden", "notes.txt"]
+    open_output(job, overwrite=True).close()
+    assert (out / "notes.txt").read_text() == "mine"
+    manifest, _ = run_job(job)
+    assert manifest.complete
+
+
+def test_foreign_parts_are_never_replaced(folder, job):
+    (folder / "out").mkdir()
+    (folder / "out" / "part-00000.parquet").write_text("mine")
+    for overwrite in (False, True):
+        with pytest.raises(JobError, match=r"no output of batchrun: part-00000\.parquet"):
+            open_output(job, overwrite=overwrite)
+    assert (folder / "out" / "part-00000.parquet").read_text() == "mine"
+
+
+def test_overwrite_removes_only_what_is_ours(folder, job):
+    run_job(job)
+    (folder / "out" / "notes.txt").write_text("mine")
+    (folder / "out" / "sub").mkdir()
+    other = make_job(folder, sampling={"temperature": 0})
+    with open_output(other, overwrite=True):
+        pass
+    assert sorted(path.name for path in (folder / "out").iterdir()) == [HOME, "notes.txt", "sub"]
+    assert OutputView.at(job.output.path).committed() == {}
+    run_job(other)
+    assert len(parts_of(folder)) == 3
+
+
+def test_input_within_the_output_is_refused(folder, job):
+    run_job(job)
+    before = parts_of(folder)
+    chained = InputFile("part-00000.parquet", str(folder / "out" / "part-00000.parquet"), 1, "1")
+    link = folder / "link"
+    link.symlink_to(folder / "out")
+    linked = InputFile("part-00000.parquet", str(link / "part-00000.parquet"), 1, "1")
+    for file in (chained, linked, InputFile("out", f"file://{folder}/out", 1, "1")):
+        with pytest.raises(JobError, match="holds the input file"):
+            open_output(job, inputs=[file], overwrite=True)
+    assert parts_of(folder) == before
+
+
+@pytest.mark.parametrize("path", ["file", "file/below", "unknown://x"])
+def test_impossible_output_is_one_readable_error(folder, path):
+    (folder / "file").write_text("not a directory")
+    job = make_job(folder, path=path if "://" in path else str(folder / path))
+    with pytest.raises(JobError, match=r"^output\.path: "):
+        open_output(job)
+    assert (folder / "file").read_text() == "not a directory"
+
+
+def test_lost_part_is_noticed(folder, job):
+    run_job(job)
+    (folder / "out" / "part-00001.parquet").unlink()
+    with pytest.raises(StorageError, match=r"part-00001\.parquet is gone, not \d+ bytes as recorded"):
+        run_job(job)
+
+
+def test_damaged_record_is_named(folder, job):
+    run_job(job)
+    (folder / "out" / split_file(0)).write_text("{}")
+    with pytest.raises(StorageError, match=r"splits/00000\.json is damaged"):
+        run_job(job)
+
+
+def test_view_of_no_output(tmp_path):
+    assert OutputView.at(str(tmp_path / "absent")) is None
+    with pytest.raises(JobError, match="unknown"):
+        OutputView.at("unknown://x")
+
+
+def test_view_of_an_output(folder, job):
+    run_job(job)
+    view = OutputView.at(str(folder / "out"))
+    assert view.recorded_configuration() == json.loads(json.dumps(configuration(job)))
+    assert view.holder() is None
+    assert sorted(view.committed()) == [0, 1, 2]
+    assert view.manifest().complete
+    assert (folder / "out" / SPLITS).is_dir()
+
+
+def test_output_in_memory_store(folder):
+    """The object-store path of the protocol, as far as a store without failures can show it."""
+    job = make_job(folder, path=f"memory://{folder.name}-{time.time_ns()}/out")
+    manifest, _ = run_job(job)
+    run_job(make_job(folder))
+    assert {part.name: part.sha256 for part in manifest.parts} == {
+        path.name: sha256_of(path) for path in (folder / "out").glob("part-*")
+    }
+    assert run_job(job)[0] == manifest
