@@ -42,7 +42,7 @@ def parse_json(text: str) -> Any:
     try:
         value = _decode(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg.removesuffix(" at")} at character {error.pos + 1}") from None
+        raise ValueError(f"not JSON: {error.msg.removesuffix(' at')} at character {error.pos + 1}") from None
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
     if text.count("[") + text.count("{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:

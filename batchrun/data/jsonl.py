@@ -77,6 +77,14 @@ class JsonlReader:
         self._ahead = (split.file.path, split.first_row + split.n_rows, lines)
 
 
+def offset_of(split: Split, n_rows: int, options: dict[str, Any]) -> int:
+    """``Split.offset`` of the row that comes ``n_rows`` after the split's first."""
+    if _suffix(split.file.path) is not None:
+        return split.offset
+    lines = itertools.islice(_read_lines(split.file, options, split.offset), n_rows)
+    return split.offset + sum(len(line) + 1 for line in lines)
+
+
 def _suffix(path: str) -> str | None:
     return next((suffix for suffix in DECOMPRESSORS if path.lower().endswith(suffix)), None)
 
