@@ -181,6 +181,41 @@ def test_status_of_what_was_never_submitted(job: Path) -> None:
         assert "nothing was submitted yet" in refused("status", target)
 
 
+def status(target: Path) -> dict[str, Any]:
+    result = run("status", target, "--json")
+    assert result.exit_code == 0
+    return dict(json.loads(result.stdout))
+
+
+def test_a_job_from_submit_to_status(tmp_path: Path, tiny_model: Path) -> None:
+    rows = [*ROWS, {"id": "none", "text": None}]
+    job = write_job(tmp_path, tiny_model, rows, sampling={"max_tokens": 3, "temperature": 0})
+    assert run("submit", job, "--limit", "2").exit_code == 0
+    assert status(job)["done_rows"] == 2
+
+    result = run("submit", job)
+    assert result.exit_code == 3
+    assert "6: 5 ok, 1 errors (1 missing_value); 2 were done before" in result.stderr
+    found = status(tmp_path / "out")
+    assert (found["state"], found["rows"], found["done_rows"], found["error_rows"]) == ("done", 6, 6, 1)
+    assert found["holder"] is None
+    assert "6 of 6 done (100%)" in run("status", job).stdout
+
+    assert run("submit", job).exit_code == 3  # nothing to do; its error rows are still there
+    assert "sampling.max_tokens: was 3, is now 4" in refused("submit", job, "--set", "sampling.max_tokens=4")
+
+
+def test_a_run_that_is_out_of_time_exits_75_and_goes_on(tmp_path: Path, tiny_model: Path) -> None:
+    rows = [{"id": i, "text": "x" * 50} for i in range(50)]
+    job = write_job(tmp_path, tiny_model, rows, sampling={"max_tokens": 100, "ignore_eos": True})
+    assert run("submit", job, "--max-time", "0").exit_code == 75
+    found = status(job)
+    assert found["state"] == "stopped"
+    assert found["done_rows"] < 50
+    assert run("submit", job).exit_code == 0
+    assert status(job)["done_rows"] == 50
+
+
 def test_what_is_no_fault_of_the_job_keeps_its_traceback(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("a defect")

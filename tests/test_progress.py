@@ -149,6 +149,16 @@ def test_the_summary_says_what_happened() -> None:
     ]
 
 
+def test_the_summary_of_a_run_that_had_nothing_to_do_is_short() -> None:
+    report = RunReport(name="demo", output="out", exit_code=0, total_rows=5, ok_rows=5, rows_before=5, seconds=1)
+    assert summary(report).splitlines() == [
+        "demo",
+        "  rows    5: 5 ok, 0 errors; 5 were done before",
+        "  output  out",
+        "  exit    0: done",
+    ]
+
+
 def test_numbers_for_people() -> None:
     assert [format_bytes(n) for n in (0, 1023, 1536, 3 << 20, 5 << 30, 7 << 40)] == [
         "0 B",

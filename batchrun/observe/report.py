@@ -47,10 +47,11 @@ def summary(report: RunReport) -> str:
     hits = report.cached_tokens / max(1, prompt)
     seconds = max(report.seconds, 1e-9)
     speed = f"{report.prompt_tokens / seconds:,.0f} prompt + {report.completion_tokens / seconds:,.0f} output tokens/s"
-    lines = [
-        ("rows", rows),
-        ("tokens", f"{prompt:,} prompt ({hits:.0%} from the prefix cache) + {report.completion_tokens:,} output"),
-        ("time", f"{format_duration(report.seconds)}, {speed}"),
+    lines = [("rows", rows)]
+    if prompt:
+        tokens = f"{prompt:,} prompt ({hits:.0%} from the prefix cache) + {report.completion_tokens:,} output"
+        lines += [("tokens", tokens), ("time", f"{format_duration(report.seconds)}, {speed}")]
+    lines += [
         ("output", report.output),
         ("exit", f"{report.exit_code}: {_MEANINGS.get(report.exit_code, 'failed')}"),
     ]

@@ -46,8 +46,9 @@ class Status:
         ]
         if self.holder is not None:
             lines.append(("held by", self.holder))
-        if self.progress is not None:
-            lines.append(("last word", ", ".join(f"{name} {value}" for name, value in self.progress.items())))
+        if self.holder is not None and self.progress is not None:
+            running, waiting = (self.progress.get(name, "?") for name in ("running", "waiting"))
+            lines.append(("last word", f"{running} running, {waiting} waiting at {self.progress.get('written')}"))
         return f"{self.output}: {self.state}\n{table(lines)}"
 
 
