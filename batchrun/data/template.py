@@ -9,6 +9,7 @@ lists and objects render as JSON, but a prompt that is nothing else has to be te
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from jinja2 import StrictUndefined, TemplateSyntaxError, Undefined, UndefinedError, meta, nodes
@@ -80,8 +81,9 @@ class RowTemplate:
             self._template = environment.from_string(source)
         except TemplateSyntaxError as error:
             raise JobError(f"{field}: line {error.lineno}: {error.message}") from None
-        self._names = meta.find_undeclared_variables(tree) - {_ROW}
-        self.columns = frozenset(self._names | _subscripts_of_row(tree)) - set(environment.globals)
+        mentioned = meta.find_undeclared_variables(tree) - {_ROW}
+        self._names = mentioned | set(environment.globals)  # a column comes before a function of Jinja's
+        self.columns = frozenset(mentioned | _subscripts_of_row(tree))
 
     def render(self, data: dict[str, Any]) -> str:
         """The text for one row; raises RowError."""
@@ -121,6 +123,8 @@ def _usable(name: Any, value: Any) -> Any:
 def _part_of_text(value: Any) -> Any:
     if value is None:
         raise UndefinedError("an expression gives null")
+    if isinstance(value, Iterator) or (callable(value) and not isinstance(value, Undefined)):
+        raise _NotTextError(f"an expression gives a {type(value).__name__}, not text")
     return dump_json(value) if isinstance(value, bool | list | tuple | dict) else value
 
 
