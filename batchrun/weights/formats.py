@@ -43,6 +43,10 @@ class Dense:
         if not keep_rows:
             self._data = None
 
+    def unpack(self) -> None:
+        """Go back to plain numbers."""
+        self._data, self.packed = self.dequantize(), None
+
     def dequantize(self) -> torch.Tensor:
         """The weight as plain numbers ``[out, in]``; its own storage where there is one: not to be written to."""
         if self._data is not None:

@@ -1,0 +1,131 @@
+"""Drives the real scheduler, pools and executor step by step, with whatever shape and disturbance a test wants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from batchrun.engine.batch import build_batch
+from batchrun.engine.blocks import BlockPool
+from batchrun.engine.executor import Executor
+from batchrun.engine.request import Request, noise_key
+from batchrun.engine.scheduler import KVGroup, Limits, Scheduler
+from batchrun.model_files import resolve
+from batchrun.models.decoder import Decoder
+from batchrun.models.families import model_config
+from batchrun.ops import backend
+from batchrun.sampling import SamplingParams
+from batchrun.weights.load import Loader, open_weights
+
+MAX_LEN = 256
+CPU = torch.device("cpu")
+
+
+def load_decoder(
+    path: Path, *, dtype: torch.dtype = torch.float32, reproducible: bool = False, ops: ModuleType | None = None
+) -> Decoder:
+    files = resolve(str(path))
+    loader = Loader(open_weights(files), dtype=dtype, device=CPU)
+    ops = ops or backend(CPU, dtype, reproducible=reproducible)
+    return Decoder(model_config(files.config), loader, ops, MAX_LEN)
+
+
+def unpack(decoder: Decoder) -> Decoder:
+    """The same decoder with plain weights, as where oneDNN's layout is not used."""
+    for layer in decoder.layers:
+        for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
+            linear.weight.unpack()
+    decoder.embedding.unpack()
+    decoder.head.weight.unpack()
+    return decoder
+
+
+def request(
+    key: int, prompt: Sequence[int], params: SamplingParams, output: Sequence[int] = (), stop_ids: Sequence[int] = ()
+) -> Request:
+    return Request(
+        key=key,
+        tokens=[*prompt, *output],
+        n_prompt=len(prompt),
+        params=params,
+        noise_key=noise_key("test", key),
+        stop_ids=frozenset(stop_ids),
+        max_total=min(len(prompt) + params.max_tokens, MAX_LEN),
+    )
+
+
+class Driver:
+    """A decoder with pools of its own. Checks the pools' invariants at every step."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        n_blocks: int = 256,
+        block_size: int = 8,
+        max_num_seqs: int = 16,
+        budget: int = 2048,
+        prefix_caching: bool = True,
+        overlap: bool = True,
+    ) -> None:
+        self.executor = Executor(
+            decoder,
+            device=CPU,
+            dtype=decoder.norm.dtype,
+            n_blocks=n_blocks,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_model_len=MAX_LEN,
+        )
+        groups = [KVGroup((), window) for window in decoder.windows]
+        limits = Limits(max_num_seqs, max(budget, max_num_seqs), prefix_caching)
+        self.scheduler = Scheduler(groups, [BlockPool(n_blocks, block_size) for _ in groups], limits)
+        self.overlap = overlap
+
+    def run(self, requests: Sequence[Request], disturb: Callable[[int, Scheduler], None] | None = None) -> None:
+        """Run requests to their end; ``disturb(step number, scheduler)`` is called before each step is scheduled."""
+        scheduler = self.scheduler
+        for each in requests:
+            scheduler.add(each)
+        in_flight = None
+        number = 0
+        while scheduler.has_work or in_flight:
+            if disturb is not None:
+                disturb(number, scheduler)
+            number += 1
+            step = scheduler.schedule()
+            self.check()
+            launched = None
+            if step is not None:
+                batch = build_batch(step, scheduler.block_size, len(scheduler.groups))
+                launched = (step, self.executor.launch(batch))
+                if not self.overlap:
+                    in_flight, launched = launched, None
+            if in_flight is not None:
+                done, running = in_flight
+                for each in scheduler.settle(done, running.result()):
+                    if each.tokens[-1] in each.stop_ids or len(each.tokens) >= each.max_total:
+                        scheduler.finish(each, "stop" if each.tokens[-1] in each.stop_ids else "length")
+            in_flight = launched
+        self.check()
+
+    def check(self) -> None:
+        for pool in self.scheduler.pools:
+            pool.check()
+
+    def close(self) -> None:
+        self.executor.close()
+        for pool in self.scheduler.pools:
+            assert pool.n_free == pool.n_usable, "blocks leaked"
+
+    def __enter__(self) -> Driver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.executor.close()
