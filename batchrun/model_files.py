@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import re
 from collections.abc import Iterable
@@ -28,8 +27,6 @@ _TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges
 
 _WHOLE_BYTES = 32 << 20  # files up to this size are digested whole
 _SAMPLES, _SAMPLE_BYTES = 256, 4096
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -137,7 +134,7 @@ def _snapshot(
         return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns, ignore_patterns=ignored))
     except (OSError, ValueError, HfHubHTTPError) as error:
         at = f" at revision {revision!r}" if revision else ""
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__).removeprefix("Got: ")
         raise JobError(
             f"no model {reference!r}: there is no such local path, and the Hub model{at} cannot be had: {reason}"
         ) from error

@@ -105,7 +105,7 @@ def convert(
                 data = permute(data, count)
         kind = quantise(name)
         encoded = gguf.quants.quantize(data, kind)
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), encoded, raw_dtype=kind)
+        writer.add_tensor(str(names.get_name(name, try_suffixes=(".weight", ".bias"))), encoded, raw_dtype=kind)
     for name, data in extra:
         writer.add_tensor(name, data)
     return _finish(writer, path)
