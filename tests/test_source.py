@@ -113,7 +113,11 @@ def test_a_path_without_input_is_named(tmp_path: Path, name: str) -> None:
 
 def test_a_given_format_reads_any_name(tmp_path: Path) -> None:
     write_lines(tmp_path / "rows.txt", 3)
-    assert len(rows_of(tmp_path / "rows.txt", format="jsonl")) == 3
+    pq.write_table(pa.table({"n": [1]}), tmp_path / "other.parquet")
+    for path in ("rows.txt", "*.txt", "*"):
+        assert len(rows_of(tmp_path / path, format="jsonl")) == 3
+    with pytest.raises(JobError, match=r"passed over .*rows\.txt"):
+        rows_of(tmp_path, format="jsonl")
 
 
 def test_urls_of_any_file_system(tmp_path: Path) -> None:
@@ -213,6 +217,22 @@ def test_splits_hold_every_line_once(
     rows = [row for split in splits for row in found[split.number]]
     assert [row.row for row in rows] == [i for i, line in enumerate(lines, 1) if line]
     assert [row.error is None for row in rows] == [line != b"bad" for line in lines if line]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
+def test_a_split_can_be_cut_anywhere(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    if path.suffix == ".parquet":
+        pq.write_table(pa.table({"n": list(range(9))}), path, row_group_size=4)
+    else:
+        write_lines(path, 9)
+    source = Source(InputSpec(path=str(path), split_rows=5))
+    for split in source.splits(source.files()):
+        whole = list(source.rows(split))
+        for n_rows in range(split.n_rows + 1):
+            head, rest = source.cut(split, n_rows)
+            assert list(source.rows(head)) == whole[:n_rows]
+            assert list(source.rows(rest)) == whole[n_rows:]
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])

@@ -21,9 +21,14 @@ from batchrun.job import InputSpec, PromptSpec, SamplingSpec
 from batchrun.model_files import ModelFiles
 
 _EXIT_SECONDS = 5.0
-_CHILD = (
-    "import sys; sys.path.append(sys.argv[2]); from batchrun.data.feed_worker import serve; serve(int(sys.argv[1]))"
-)
+_CHILD = """
+import signal, sys
+for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # before anything slow: the parent says when to stop
+    signal.signal(ignored, signal.SIG_IGN)
+sys.path.append(sys.argv[2])
+from batchrun.data.feed_worker import serve
+serve(int(sys.argv[1]))
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,11 @@ class Feed:
             )
         self._unfinished = 0  # splits requested and not yet delivered to their end
         self._send((source, prompt, sampling, model, max_model_len))
+
+    @property
+    def process_id(self) -> int:
+        """The child's."""
+        return self._process.pid
 
     def request(self, split: Split, skip: Collection[int] = ()) -> None:
         """Queue a split; the row numbers in ``skip`` are left out."""

@@ -7,7 +7,6 @@ parent is gone; one sends, so that the next window is made while the last waits 
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import traceback
 from collections.abc import Iterator
@@ -31,8 +30,6 @@ Request = tuple[Split, frozenset[int]]
 
 def serve(descriptor: int) -> None:
     """Serve the parent at the other end of a connection until it closes."""
-    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the parent decides when to stop
-        signal.signal(ignored, signal.SIG_IGN)
     os.nice(_NICENESS)
     connection: Connection = Connection(descriptor)
     requests: SimpleQueue[Request] = SimpleQueue()

@@ -68,9 +68,9 @@ def find_files(
 ) -> tuple[list[InputFile], list[str]]:
     """The input's files in the order of ``paths`` and then of their keys, and the paths that were passed over.
 
-    ``wanted`` other than "auto" also takes explicitly named files that have another name. Keys are unique: of two
-    files with equal keys under different ``paths``, the later gets ``#2`` at its end. A file that two paths name is
-    taken once. Raises JobError for a path that leads to no file.
+    ``wanted`` other than "auto" also takes files of unknown kinds that a path or glob names itself. Keys are unique:
+    of two files with equal keys under different ``paths``, the later gets ``#2`` at its end. A file that two paths
+    name is taken once. Raises JobError for a path that leads to no file.
     """
     files: dict[str, InputFile] = {}
     skipped: list[str] = []
@@ -113,7 +113,7 @@ def _expand(path: str, wanted: str, options: dict[str, Any], skipped: list[str])
         infos |= fs.find(match, detail=True) if info["type"] == "directory" else {match: info}
     for name in sorted(infos):
         key = name.removeprefix(root.rstrip("/") + "/")
-        if _taken(key, wanted):
+        if _taken(key, wanted, named=matches.get(name) is not None):
             yield _input_file(fs, key, _url(fs, name, path), infos[name])
         else:
             skipped.append(_url(fs, name, path))
@@ -130,10 +130,14 @@ def _fixed_part(pattern: str) -> str:
     return "/".join(parts[:magic])
 
 
-def _taken(key: str, wanted: str) -> bool:
+def _taken(key: str, wanted: str, *, named: bool) -> bool:
+    """Whether a file below the root is input; ``named``: a glob matched it, not a directory above it."""
+    if any(part.startswith((".", "_")) for part in key.split("/")):
+        return False
     kind = file_format(key)
-    hidden = any(part.startswith((".", "_")) for part in key.split("/"))
-    return not hidden and kind is not None and wanted in ("auto", kind)
+    if kind is None:
+        return named and wanted != "auto"
+    return wanted in ("auto", kind)
 
 
 def _input_file(fs: Any, key: str, path: str, info: dict[str, Any]) -> InputFile:

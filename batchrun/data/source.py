@@ -67,10 +67,10 @@ class Source:
     def cut(self, split: Split, n_rows: int) -> tuple[Split, Split]:
         """``split`` as its first ``n_rows`` rows and the rest, which may be none. Numbers are left as they are."""
         head = replace(split, n_rows=n_rows, error=None if n_rows < split.n_rows else split.error)
-        rest = {"first_row": split.first_row + n_rows, "n_rows": split.n_rows - n_rows}
+        offset = split.offset
         if self._format(split.file) == "jsonl":
-            rest["offset"] = jsonl.offset_of(split, n_rows, self.spec.storage_options)
-        return head, replace(split, **rest)
+            offset = jsonl.offset_of(split, n_rows, self.spec.storage_options)
+        return head, replace(split, first_row=split.first_row + n_rows, n_rows=split.n_rows - n_rows, offset=offset)
 
     def rows(self, split: Split) -> Iterator[Row]:
         """The split's rows that ``spec.where`` keeps; one that cannot be read or compared comes with its error."""
