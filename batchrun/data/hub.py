@@ -42,13 +42,14 @@ def load(paths: Sequence[str], options: dict[str, Any]) -> dict[InputFile, Datas
         parts = loaded if isinstance(loaded, dict) else {str(loaded.split): loaded}
         for split, dataset in parts.items():
             key = f"hf:{path}:{dataset.config_name}:{split}"
-            found[InputFile(key, path, dataset.num_rows, dataset._fingerprint)] = dataset
+            found[InputFile(key, path, dataset.data.nbytes, dataset._fingerprint)] = dataset
     return found
 
 
-def scan(file: InputFile, split_rows: int) -> list[Split]:
-    starts = range(0, file.size, split_rows)
-    return [Split(file, i, start + 1, min(split_rows, file.size - start)) for i, start in enumerate(starts)]
+def scan(file: InputFile, dataset: Dataset, split_rows: int) -> list[Split]:
+    """The dataset's splits, numbered from 0."""
+    starts = range(0, dataset.num_rows, split_rows)
+    return [Split(file, i, start + 1, min(split_rows, dataset.num_rows - start)) for i, start in enumerate(starts)]
 
 
 def read(split: Split, dataset: Dataset, columns: Sequence[str] | None) -> Iterator[Batch]:

@@ -112,7 +112,8 @@ class Source:
         if self._format(file) == "jsonl":
             return jsonl.scan(file, self.spec.storage_options, self.spec.split_rows)
         if self._format(file) == "datasets":
-            splits, names = hub.scan(file, self.spec.split_rows), self._dataset(file).column_names
+            dataset = self._dataset(file)
+            splits, names = hub.scan(file, dataset, self.spec.split_rows), dataset.column_names
         else:
             splits, names = parquet.scan(file, self.spec.storage_options, self.spec.split_rows, self._wanted_columns())
         self._names[file.key] = names
