@@ -29,12 +29,23 @@ def sample(logits: Tensor, rows: Sequence[SampleRow], token_buffer: Tensor) -> T
     """
     for index, row in enumerate(rows):
         _adjust(logits[index], row, token_buffer)
-    best = logits.max(dim=-1).indices
+    best = _first_largest(logits)
     drawn = [index for index, row in enumerate(rows) if not row.params.greedy]
     if drawn:
         index = torch.tensor(drawn, device=logits.device)
         best[index] = _draw(logits[index], [rows[i] for i in drawn])
     return best
+
+
+def _first_largest(logits: Tensor) -> Tensor:
+    """The smallest id among the largest logits of each row [S, V]; which of equals ``max`` picks depends on the shape."""
+    line, token = (logits == logits.amax(dim=-1, keepdim=True)).nonzero(as_tuple=True)
+    return _smallest(line, token, len(logits), logits.shape[1])
+
+
+def _smallest(line: Tensor, token: Tensor, n_lines: int, above: int) -> Tensor:
+    """The smallest token of each line [n_lines]; every line has one, and all are below ``above``."""
+    return torch.full((n_lines,), above, device=token.device).scatter_reduce_(0, line, token, "amin")
 
 
 def _adjust(logits: Tensor, row: SampleRow, token_buffer: Tensor) -> None:
@@ -74,7 +85,7 @@ def _draw(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     score = scaled[line, token] + gumbel(key[line], position[line], token)
     best = torch.full_like(floor, -math.inf).scatter_reduce_(0, line, score, "amax")
     wins = score == best[line]
-    return torch.full_like(position, scaled.shape[1]).scatter_reduce_(0, line[wins], token[wins], "amin")
+    return _smallest(line[wins], token[wins], len(rows), scaled.shape[1])
 
 
 def _cutoff(row: Tensor, params: SamplingParams) -> Tensor:
@@ -113,13 +124,19 @@ def logprobs(logits: Tensor, targets: Tensor, top: Sequence[int | None]) -> list
     table = torch.log_softmax(logits[index], dim=-1)
     of_target = table.gather(1, targets[index][:, None])[:, 0].tolist()
     target_ids = targets[index].tolist()
-    most = max(count or 0 for count in top)
-    values, ids = table.topk(most, dim=-1) if most else (table[:, :0], table[:, :0].long())
     for line, row in enumerate(wanted):
-        count = top[row] or 0
-        listed = list(zip(ids[line, :count].tolist(), map(_finite, values[line, :count].tolist()), strict=True))
-        out[row] = TokenLogprob(target_ids[line], _finite(of_target[line]), listed)
+        out[row] = TokenLogprob(target_ids[line], _finite(of_target[line]), _most_likely(table[line], top[row] or 0))
     return out
+
+
+def _most_likely(row: Tensor, count: int) -> list[tuple[int, float | None]]:
+    """The ``count`` largest log-probabilities of a row [V] and their ids, of equals the smaller id first."""
+    if count == 0:
+        return []
+    least = row.topk(min(count, len(row))).values[-1]
+    ids = (row >= least).nonzero()[:, 0]
+    values, order = row[ids].sort(descending=True, stable=True)
+    return [(i, _finite(v)) for i, v in zip(ids[order][:count].tolist(), values[:count].tolist(), strict=True)]
 
 
 def _finite(value: float) -> float | None:
