@@ -192,7 +192,7 @@ def test_kill_at_every_step_and_resume(folder, tmp_path):
         assert {part.name: part.sha256 for part in manifest.parts} == {
             name: sha256_of(home / name) for name in expected
         }, f"killed at step {step}"
-        step += 3
+        step += 4
     assert step > 100
 
 
@@ -271,6 +271,19 @@ def test_loser_adopts_the_winners_part(folder, job, output):
         assert output.commit_split(split, source) == record
     assert record.attempt == other.attempt
     assert output.store.names(SEGMENTS) == output.store.names(STAGED) == []
+
+
+def test_late_worker_leaves_a_finished_output_alone(folder, job):
+    """It commits a split whose part the manifest has since had written anew for a schema of all."""
+    run_job(job)
+    expected = parts_of(folder)
+    with open_as_worker(job) as late:
+        split = late.recorded_input()[1][0]
+        late.checkpoint(results(0, range(1, 5)), [])
+        late.commit_split(split, Source(job.input))
+        assert late.finish({}).generation == 1
+    assert parts_of(folder) == expected
+    assert leftovers(folder) == []
 
 
 def test_second_run_is_refused_while_the_first_lives(job, output):

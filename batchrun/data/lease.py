@@ -148,7 +148,7 @@ def acquire(store: Store, name: str, *, ttl: float = DEFAULT_TTL) -> Lease:
     Raises :class:`HeldError` (exit code 75), naming the holder, when it is.
     """
     first: tuple[int, bytes | None] | None = None
-    watched_since = _now()
+    watched_since, waiting = _now(), False
     while True:
         epoch = _newest_epoch(store, name)
         owner = _owner(store, name, epoch)
@@ -166,6 +166,11 @@ def acquire(store: Store, name: str, *, ttl: float = DEFAULT_TTL) -> Lease:
             by = owner or "another process"
             raise HeldError(f"{store.url} is held by {by}: let it finish or stop it, then run the same command again")
         else:
+            if not waiting:
+                log.warning(
+                    "%s was taken by %s: waiting to see whether it is alive", store.url, owner or "another process"
+                )
+            waiting = True
             time.sleep(min(1.0, ttl / 20))
 
 

@@ -329,7 +329,7 @@ class Output(OutputView):
         if not self.store.exists(split_file(split.number)):
             self._commit(split, source)
         record = read_record(self.store, split_file(split.number), SplitRecord)
-        self._settle_split(record)
+        self._publish(record.staged, record.part)
         self.store.delete(self._segments(split.number))
         self._retire_snapshots()
         return record
@@ -346,8 +346,9 @@ class Output(OutputView):
             self._settle_manifest(newest)
         records = self.committed()
         named = {part.split: part for part in newest.parts} if newest else {}
-        for number in records.keys() - named.keys():
-            self._settle_split(records[number])
+        for number in sorted(records.keys() - named.keys()):
+            self._publish(records[number].staged, records[number].part)
+            self._check_published(records[number].part, records[number].bytes)
         recorded = self.recorded_input()
         complete = recorded is not None and records.keys() >= {split.number for split in recorded[1]}
         if newest is None or newest.complete != complete or named.keys() - {EMPTY_PART} != records.keys():
@@ -394,14 +395,12 @@ class Output(OutputView):
             schema_ipc=encoded_schema(content.schema),
         )
 
-    def _settle_split(self, record: SplitRecord) -> None:
+    def _publish(self, staged: str | None, part: str) -> None:
         """Publishes a committed part unless that is done."""
-        self._publish(record.staged, record.part, record.bytes)
-
-    def _publish(self, staged: str | None, part: str, size: int) -> None:
-        """Publishes the staged file if there is one. Raises StorageError if the part is not there afterwards."""
         if staged is not None and self.store.exists(staged):
             self.store.publish(staged, part)
+
+    def _check_published(self, part: str, size: int) -> None:
         found = self.store.size(part)
         if found != size:
             state = "is gone" if found is None else f"has {found} bytes"
@@ -489,7 +488,8 @@ class Output(OutputView):
     def _settle_manifest(self, manifest: Manifest) -> None:
         """Publishes what the manifest has staged unless that is done, checks its parts, and copies it for people."""
         for part in manifest.parts:
-            self._publish(part.staged, part.name, part.bytes)
+            self._publish(part.staged, part.name)
+            self._check_published(part.name, part.bytes)
         copy = encode(manifest)
         if self.store.read_if_any(MANIFEST_COPY) != copy:
             self.store.put(MANIFEST_COPY, copy)
