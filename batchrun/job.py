@@ -63,7 +63,6 @@ class ModelSpec(_Section):
     dtype: DType = "auto"
     reproducible: bool = False
     max_model_len: Annotated[int, Field(ge=1)] | Auto = "auto"
-    trust_remote_code: bool = False
 
 
 class InputSpec(_Section):
@@ -181,7 +180,14 @@ class JobSpec(_Section):
         }
 
 
-_NOT_YET = {"quantization", "kv_cache_dtype", "tensor_parallel_size", "speculative_config", "slurm"}
+_NOT_YET = {
+    "kv_cache_dtype",
+    "quantization",
+    "slurm",
+    "speculative_config",
+    "tensor_parallel_size",
+    "trust_remote_code",
+}
 _NOT_YET_VALUES = ("openai-batch",)
 
 _EXPECTED = {  # pydantic's error types in a user's words
