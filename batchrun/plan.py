@@ -121,25 +121,35 @@ class Plan:
         return lines
 
 
-def make_plan(job: JobSpec, *, limit: int | None = None, sample_seconds: float = _SAMPLE_SECONDS) -> Plan:
-    """Plan ``job``, or its first ``limit`` rows. Raises JobError as :func:`~batchrun.preflight.preflight` does."""
+def make_plan(
+    job: JobSpec,
+    *,
+    limit: int | None = None,
+    sample_rows: int = _SAMPLE_ROWS,
+    sample_seconds: float = _SAMPLE_SECONDS,
+) -> Plan:
+    """Plan ``job``, or its first ``limit`` rows, from as many of them as ``sample_rows`` and ``sample_seconds`` allow.
+
+    Raises JobError as :func:`~batchrun.preflight.preflight` does.
+    """
     checked = preflight(job)
     splits = checked.source.splits(checked.inputs)
+    if limit is not None:
+        splits = _first_rows(checked, splits, limit)
     files = _rows_per_file(checked.inputs, splits)
     rows = sum(count for _, count in files)
-    planned = rows if limit is None else min(rows, limit)
-    sample = _sample(checked, splits, min(planned, _SAMPLE_ROWS), sample_seconds)
+    sample = _sample(checked, splits, min(rows, sample_rows), sample_seconds)
     good = [row for row in sample if row.error is None]
     errors: dict[str, int] = {}
     for row in sample:
         if row.error is not None:
             kind = row.error.partition(":")[0]
             errors[kind] = errors.get(kind, 0) + 1
-    scale = planned / len(sample) if sample else 0.0
+    scale = rows / len(sample) if sample else 0.0
     notes = [
         f"{split.file.path}: only {split.n_rows:,} rows can be read: {split.error}" for split in splits if split.error
     ]
-    if len(sample) < planned:
+    if len(sample) < rows:
         notes.append("rows that are not in the sample are taken to be like those that are")
     if job.input.where is not None:
         notes.append("rows that input.where drops are counted among the rows")
@@ -147,7 +157,7 @@ def make_plan(job: JobSpec, *, limit: int | None = None, sample_seconds: float =
     return Plan(
         job=job.name,
         files=files,
-        rows=planned,
+        rows=rows,
         sampled_rows=len(sample),
         sampled_errors=errors,
         device=checked.device,
@@ -157,6 +167,17 @@ def make_plan(job: JobSpec, *, limit: int | None = None, sample_seconds: float =
         notes=notes,
         **costs,
     )
+
+
+def _first_rows(checked: Preflight, splits: Sequence[Split], limit: int) -> list[Split]:
+    """The splits up to the row with number ``limit``, the last of them cut there."""
+    kept: list[Split] = []
+    for split in splits:
+        if limit <= 0:
+            break
+        kept.append(split if split.n_rows <= limit else checked.source.cut(split, limit)[0])
+        limit -= split.n_rows
+    return kept
 
 
 def _rows_per_file(inputs: Sequence[InputFile], splits: Sequence[Split]) -> list[tuple[str, int]]:

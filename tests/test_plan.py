@@ -110,9 +110,15 @@ def test_a_sample_is_scaled_up_and_said_to_be_one(tmp_path: Path, tiny_model: Pa
 def test_a_sample_takes_from_every_part_of_the_input(tmp_path: Path, tiny_model: Path) -> None:
     job = write_job(tmp_path, tiny_model, [{"id": i, "text": "x"} for i in range(300)])
     write_rows(tmp_path / "more.jsonl", [{"id": i, "text": "x" * 100} for i in range(300)])
-    plan = make_plan(load_job(job, [f"input.path={tmp_path}/*.jsonl"]), limit=512)
+    spec = load_job(job, [f"input.path={tmp_path}/*.jsonl"])
+    plan = make_plan(spec, sample_rows=512)
+    assert (plan.rows, plan.sampled_rows) == (600, 512)
     assert plan.prompts is not None
     assert (plan.prompts.smallest, plan.prompts.largest) == (5, 104)
+    first = make_plan(spec, limit=300)
+    assert first.files == [("more.jsonl", 300), ("rows.jsonl", 0)]
+    assert first.prompts is not None
+    assert first.prompts.smallest == 104
 
 
 def test_an_empty_job_and_one_without_a_good_row(tmp_path: Path, tiny_model: Path) -> None:
