@@ -10,15 +10,17 @@
 // Arithmetic is fp32 throughout; bf16 is a storage format, rounded once on the way out.
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdarg>
+#include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
 #include <limits>
 #include <memory>
 #include <new>
-#include <numeric>
+#include <type_traits>
 #include <vector>
 
 #if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
@@ -105,8 +107,7 @@ inline void store_some(T* p, vec x, int n) {
 template <class Body>
 inline void for_each_vec(int n, Body body) {
     int i = 0;
-    for (; i + W <= n; i += W)
-        body(i, [](auto* p) { return load(p); }, [](auto* p, vec x) { store(p, x); });
+    for (; i + W <= n; i += W) body(i, [](auto* p) { return load(p); }, [](auto* p, vec x) { store(p, x); });
     if (int rest = n - i)
         body(i, [=](auto* p) { return load_some(p, rest); }, [=](auto* p, vec x) { store_some(p, x, rest); });
 }
@@ -364,7 +365,7 @@ const char* check_rope(Indices positions, Indices slots, const Rope& s) {
 // A *line* is one query head of one query token: the unit whose bits are promised. The lines of one sequence that share
 // a KV head (its query heads x the sequence's query tokens, token-major) are worked in groups of up to LINES, so that
 // each key and value is fetched and unpacked once for all of them. Keys come in tiles of TILE; SPLIT keys make a
-// softmax of their own, and the splits of a line are merged in ascending order, whether one thread computed them or many.
+// softmax of their own, and the splits of a line are merged in ascending order, by however many threads computed.
 
 constexpr int TILE = 64, SPLIT = 512, LINES = 96, BLOCKED_LINES = 6, MAX_HEAD_DIM = 256;
 static_assert(SPLIT % TILE == 0 && TILE % W == 0 && LINES % BLOCKED_LINES == 0, "");
@@ -391,6 +392,11 @@ struct Lines {
     int row, kv_head, first, count;
     int key_begin, key_end;  // the keys that any of them attends to
 
+    int split_begin() const { return key_begin / SPLIT; }
+    int split_end() const { return (key_end + SPLIT - 1) / SPLIT; }
+    // Where the first tile of a split starts.
+    int first_key(int split) const { return std::max(split * SPLIT, key_begin / TILE * TILE); }
+
     int position(const Attention& a, int line) const {
         return a.kv_len[row] - (a.cu_q[row + 1] - a.cu_q[row]) + (first + line) / a.group();
     }
@@ -401,7 +407,7 @@ struct Lines {
     }
 };
 
-// Softmax state of some lines over some keys: running maximum, sum of exponentials, sum of values. sum == 0: no key yet.
+// Softmax state of some lines over some keys: running maximum, sum of exponentials, sum of values. sum 0: no key yet.
 struct Partial {
     float *maximum, *sum, *values;
 
@@ -415,12 +421,46 @@ struct Partial {
     }
 };
 
+// The keys [begin, end) of a tile that a line attends to, relative to the tile.
+struct Range {
+    int begin, end;
+};
+
+// Addresses of a tile's keys and values. Those outside of [begin, end) read as zeros and are in no line's range.
+struct Tile {
+    const char *keys[TILE], *values[TILE];
+    int begin, end;
+};
+
+// Fetches a tile's memory one cache line at a time between the arithmetic on the tile before, so that neither waits.
+class Prefetch {
+    const char *const *row, *const *end;
+    int offset = 0, bytes;
+
+public:
+    Prefetch(const Tile* tile, int row_bytes)
+        : row(tile ? tile->keys : nullptr), end(tile ? tile->keys + 2 * TILE : nullptr), bytes(row_bytes) {}
+
+    void advance() {
+        if (row == end) return;
+        __builtin_prefetch(*row + offset);
+        if ((offset += 64) >= bytes) {
+            offset = 0;
+            ++row;
+        }
+    }
+};
+static_assert(offsetof(Tile, values) == sizeof(Tile::keys), "Prefetch walks from the keys into the values");
+
+// One thread's working memory; `ranges` and `value_rows` belong to the current tile.
 struct Scratch {
-    float *queries;      // [LINES, head_dim]
-    float *keys;         // [TILE / W, head_dim, W]: transposed
-    float *tile_values;  // [TILE, padded_dim]
-    float *scores;       // [LINES, TILE]: then probabilities
+    float* queries;  // [LINES, head_dim]
+    float* keys;     // [TILE / W, head_dim, W]: transposed
+    float* values;   // [TILE, padded_dim]
+    float* scores;   // [LINES, TILE]: then probabilities
     Partial split, total;
+    Range ranges[LINES];
+    const char* value_rows[TILE];  // into `values`
 
     static size_t size(const Attention& a) {
         return size_t(LINES) * round_up(a.head_dim, 16) + size_t(TILE) * (a.head_dim + a.padded_dim() + LINES) +
@@ -429,37 +469,34 @@ struct Scratch {
     Scratch(const Attention& a, float* memory)
         : queries(memory),
           keys(queries + LINES * round_up(a.head_dim, 16)),
-          tile_values(keys + TILE * a.head_dim),
-          scores(tile_values + TILE * a.padded_dim()),
+          values(keys + TILE * a.head_dim),
+          scores(values + TILE * a.padded_dim()),
           split(scores + LINES * TILE, LINES),
-          total(split.values + LINES * a.padded_dim(), LINES) {}
-};
-
-// The keys [begin, end) of a tile that a line attends to, relative to the tile.
-struct Range {
-    int begin, end;
-};
-
-// Addresses of a tile's keys and values; those outside of [begin, end) read as zeros and are in nobody's range.
-struct TileRows {
-    const char *keys[TILE], *values[TILE];
-    int begin, end;
+          total(split.values + LINES * a.padded_dim(), LINES) {
+        for (int i = 0; i < TILE; ++i) value_rows[i] = reinterpret_cast<const char*>(values + i * a.padded_dim());
+    }
 };
 
 alignas(64) const char ZEROS[MAX_HEAD_DIM * sizeof(float)] = {};
 
 template <class C>
-void locate(const Attention& a, const Lines& lines, const C* k_cache, const C* v_cache, int tile, TileRows& out) {
-    out.begin = std::max(lines.key_begin - tile, 0);
-    out.end = std::min(lines.key_end - tile, TILE);
+struct Cache {
+    const C *keys, *values;
+};
+
+template <class C>
+void locate(const Attention& a, Cache<C> cache, const Lines& lines, int first_key, Tile& out) {
+    out.begin = std::max(lines.key_begin - first_key, 0);
+    out.end = std::min(lines.key_end - first_key, TILE);
     std::fill_n(out.keys, TILE, ZEROS);
+    std::fill_n(out.values, TILE, ZEROS);
     const int32_t* table = a.block_table + int64_t(lines.row) * a.table_width;
-    int block = (tile + out.begin) / a.block_size, offset = (tile + out.begin) % a.block_size;
+    int block = (first_key + out.begin) / a.block_size, offset = (first_key + out.begin) % a.block_size;
     for (int i = out.begin; i < out.end; ++block, offset = 0) {
         int64_t line = (int64_t(table[block]) * a.kv_heads + lines.kv_head) * a.block_size + offset;
         for (; offset < a.block_size && i < out.end; ++offset, ++i, ++line) {
-            out.keys[i] = reinterpret_cast<const char*>(k_cache + line * a.head_dim);
-            out.values[i] = reinterpret_cast<const char*>(v_cache + line * a.head_dim);
+            out.keys[i] = reinterpret_cast<const char*>(cache.keys + line * a.head_dim);
+            out.values[i] = reinterpret_cast<const char*>(cache.values + line * a.head_dim);
         }
     }
 }
@@ -477,49 +514,42 @@ inline void unpack_words(const vec words[4], float* out, const bf16*) {
     }
 }
 
-inline void prefetch(const char* row, int bytes) {
-    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(row + i);
-}
-
-// Transposes the tile's keys into `out`, fetching the values ahead of their use.
 template <class C>
-void unpack_keys(const Attention& a, const TileRows& rows, float* out) {
+void unpack_keys(const Attention& a, const Tile& tile, float* out, Prefetch& ahead) {
     int bytes = a.head_dim * sizeof(C);
-    for (int group = rows.begin / W; group * W < rows.end; ++group) {
-        for (int i = 0; i < W; ++i)
-            if (int key = group * W + i; key >= rows.begin && key < rows.end) prefetch(rows.values[key], bytes);
+    for (int group = tile.begin / W; group * W < tile.end; ++group) {
         float* to = out + size_t(group) * a.head_dim * W;
         for (int offset = 0; offset < bytes; offset += 16, to += 16 / sizeof(C) * W) {
             vec words[4];
-            transpose(rows.keys + group * W, offset, words);
+            ahead.advance();
+            transpose(tile.keys + group * W, offset, words);
             unpack_words(words, to, static_cast<const C*>(nullptr));
         }
     }
 }
 
-// Copies the tile's values into `out`, fetching the next tile's keys ahead of their use.
 template <class C>
-void unpack_values(const Attention& a, const TileRows& rows, const TileRows& next, float* out) {
-    int dim = a.head_dim, padded = a.padded_dim();
-    for (int key = rows.begin; key < rows.end; ++key) {
-        prefetch(next.keys[key], dim * sizeof(C));
-        const C* from = reinterpret_cast<const C*>(rows.values[key]);
-        float* to = out + size_t(key) * padded;
+void unpack_values(const Attention& a, const Tile& tile, float* out, Prefetch& ahead) {
+    for (int key = tile.begin; key < tile.end; ++key) {
+        const C* from = reinterpret_cast<const C*>(tile.values[key]);
+        float* to = out + size_t(key) * a.padded_dim();
+        ahead.advance();
         int i = 0;
-        for (; i + W <= dim; i += W) store(to + i, load(from + i));
-        if (i < dim) store(to + i, load_some(from + i, dim - i));
+        for (; i + W <= a.head_dim; i += W) store(to + i, load(from + i));
+        if (i < a.head_dim) store(to + i, load_some(from + i, a.head_dim - i));
     }
 }
 
 // scores[r][key] = query r . key, for R lines and the key groups [begin, end) of a tile (W keys each).
 template <int R>
-void score(const float* queries, const float* keys, int dim, int begin, int end, float* scores) {
+void score(const float* queries, const float* keys, int dim, int begin, int end, float* scores, Prefetch& ahead) {
     constexpr int N = vectors_for(R);
     for (int group = begin / N * N; group < end; group += N) {
         const float* k = keys + size_t(group) * dim * W;
         vec dot[R][N] = {};
         for (int d = 0; d < dim; ++d) {
             vec key[N];
+            ahead.advance();
 #pragma GCC unroll 8
             for (int n = 0; n < N; ++n) key[n] = load(k + (size_t(n) * dim + d) * W);
 #pragma GCC unroll 8
@@ -536,18 +566,21 @@ void score(const float* queries, const float* keys, int dim, int begin, int end,
     }
 }
 
-// sums[r] += probability[r][key] * value[key] over keys [begin, end), for R lines and N vectors of the head dimension.
-template <int R, int N>
-inline void add_columns(const float* probabilities, const float* values, int stride, int begin, int end, float* sums) {
+// sums[r] += probabilities[r][key] * value[key] over a range of keys, for R lines and N vectors from `column` on.
+template <int R, int N, class V>
+inline void add_columns(const float* probabilities, const char* const* values, int column, int stride, Range keys,
+                        float* sums, Prefetch& ahead) {
     vec total[R][N];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-        for (int n = 0; n < N; ++n) total[r][n] = load(sums + r * stride + n * W);
-    for (int key = begin; key < end; ++key) {
+        for (int n = 0; n < N; ++n) total[r][n] = load(sums + r * stride + column + n * W);
+    for (int key = keys.begin; key < keys.end; ++key) {
+        const V* row = reinterpret_cast<const V*>(values[key]) + column;
         vec value[N];
+        ahead.advance();
 #pragma GCC unroll 8
-        for (int n = 0; n < N; ++n) value[n] = load(values + size_t(key) * stride + n * W);
+        for (int n = 0; n < N; ++n) value[n] = load(row + n * W);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
             vec p = splat(probabilities[r * TILE + key]);
@@ -558,17 +591,18 @@ inline void add_columns(const float* probabilities, const float* values, int str
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-        for (int n = 0; n < N; ++n) store(sums + r * stride + n * W, total[r][n]);
+        for (int n = 0; n < N; ++n) store(sums + r * stride + column + n * W, total[r][n]);
 }
 
-template <int R>
-void add_values(const float* probabilities, const float* values, int stride, Range keys, float* sums) {
+template <int R, class V>
+void add_values(const float* probabilities, const char* const* values, int stride, Range keys, float* sums,
+                Prefetch& ahead) {
     if (keys.begin >= keys.end) return;
     constexpr int N = vectors_for(R);
-    int d = 0;
-    for (; d + N * W <= stride; d += N * W)
-        add_columns<R, N>(probabilities, values + d, stride, keys.begin, keys.end, sums + d);
-    for (; d < stride; d += W) add_columns<R, 1>(probabilities, values + d, stride, keys.begin, keys.end, sums + d);
+    int column = 0;
+    for (; column + N * W <= stride; column += N * W)
+        add_columns<R, N, V>(probabilities, values, column, stride, keys, sums, ahead);
+    for (; column < stride; column += W) add_columns<R, 1, V>(probabilities, values, column, stride, keys, sums, ahead);
 }
 
 // Turns one line's scores into probabilities relative to its running maximum, and moves its state to that maximum.
@@ -602,64 +636,88 @@ void soften(const Attention& a, float* scores, Range keys, Partial& state, int l
     state.maximum[line] = maximum;
 }
 
-// Lines [line, line + R) against one unpacked tile. Where their causal or window edges differ, the keys that all of
-// them see are added together and the rest line by line: a key outside of a line's range never touches its state.
-template <int R>
-void attend(const Attention& a, const Scratch& s, const Range* ranges, Partial& state, int line) {
+// Lines [line, line + R) against one tile. Where their causal or window edges differ, the keys that all of them see are
+// added together and the rest line by line: a key outside of a line's range never touches its state.
+template <int R, class V>
+void attend(const Attention& a, const Scratch& s, const char* const* rows, Partial& state, int line, Prefetch& ahead) {
     int dim = a.head_dim, padded = a.padded_dim();
+    const Range* ranges = s.ranges + line;
     float* scores = s.scores + line * TILE;
     float* values = state.values + size_t(line) * padded;
     Range any{TILE, 0}, all{0, TILE};
     for (int r = 0; r < R; ++r) {
-        Range own = ranges[line + r];
+        Range own = ranges[r];
         if (own.begin < own.end) any = {std::min(any.begin, own.begin), std::max(any.end, own.end)};
         all = {std::max(all.begin, own.begin), std::min(all.end, own.end)};
     }
     if (any.begin >= any.end) return;
-    score<R>(s.queries + line * dim, s.keys, dim, any.begin / W, (any.end + W - 1) / W, scores);
-    for (int r = 0; r < R; ++r)
-        if (Range own = ranges[line + r]; own.begin < own.end) soften(a, scores + r * TILE, own, state, line + r);
     if (all.begin >= all.end) all = {TILE, TILE};
+    score<R>(s.queries + line * dim, s.keys, dim, any.begin / W, (any.end + W - 1) / W, scores, ahead);
     for (int r = 0; r < R; ++r)
-        add_values<1>(scores + r * TILE, s.tile_values, padded,
-                      {ranges[line + r].begin, std::min(all.begin, ranges[line + r].end)}, values + r * padded);
-    add_values<R>(scores, s.tile_values, padded, all, values);
-    for (int r = 0; r < R; ++r)
-        add_values<1>(scores + r * TILE, s.tile_values, padded, {all.end, ranges[line + r].end}, values + r * padded);
-}
-
-void attend_all(const Attention& a, const Scratch& s, const Range* ranges, Partial& state, int count) {
-    int line = 0;
-    for (; line + BLOCKED_LINES <= count; line += BLOCKED_LINES) attend<BLOCKED_LINES>(a, s, ranges, state, line);
-    static_assert(BLOCKED_LINES == 6, "the cases below are the remainders");
-    switch (count - line) {
-        case 5: return attend<5>(a, s, ranges, state, line);
-        case 4: return attend<4>(a, s, ranges, state, line);
-        case 3: return attend<3>(a, s, ranges, state, line);
-        case 2: return attend<2>(a, s, ranges, state, line);
-        case 1: return attend<1>(a, s, ranges, state, line);
+        if (ranges[r].begin < ranges[r].end) soften(a, scores + r * TILE, ranges[r], state, line + r);
+    for (int r = 0; r < R; ++r) {
+        Range before{ranges[r].begin, std::min(all.begin, ranges[r].end)};
+        add_values<1, V>(scores + r * TILE, rows, padded, before, values + r * padded, ahead);
+    }
+    add_values<R, V>(scores, rows, padded, all, values, ahead);
+    for (int r = 0; r < R; ++r) {
+        Range after{all.end, ranges[r].end};
+        add_values<1, V>(scores + r * TILE, rows, padded, after, values + r * padded, ahead);
     }
 }
 
-// The softmax state of `lines` over one split's keys, from nothing.
+// All lines against one tile, whose values lie at `rows` as V.
+template <class V>
+void attend_all(const Attention& a, const Scratch& s, const char* const* rows, Partial& state, int count,
+                Prefetch& ahead) {
+    int line = 0;
+    for (; line + BLOCKED_LINES <= count; line += BLOCKED_LINES)
+        attend<BLOCKED_LINES, V>(a, s, rows, state, line, ahead);
+    static_assert(BLOCKED_LINES == 6, "the cases below are the remainders");
+    switch (count - line) {
+        case 5: return attend<5, V>(a, s, rows, state, line, ahead);
+        case 4: return attend<4, V>(a, s, rows, state, line, ahead);
+        case 3: return attend<3, V>(a, s, rows, state, line, ahead);
+        case 2: return attend<2, V>(a, s, rows, state, line, ahead);
+        case 1: return attend<1, V>(a, s, rows, state, line, ahead);
+    }
+}
+
+// One tile, starting at `first_key`, while `next` is fetched.
 template <class C>
-void attend_split(const Attention& a, const Lines& lines, const C* k_cache, const C* v_cache, int split,
-                  const Scratch& s, Partial& state) {
+void attend_tile(const Attention& a, const Lines& lines, int first_key, const Tile& tile, const Tile* next, Scratch& s,
+                 Partial& state) {
+    for (int i = 0; i < lines.count; ++i) {
+        int position = lines.position(a, i);
+        s.ranges[i] = {std::max(a.first_key(position) - first_key, 0), std::min(position + 1 - first_key, TILE)};
+    }
+    Prefetch ahead(next, a.head_dim * sizeof(C));
+    unpack_keys<C>(a, tile, s.keys, ahead);
+    // Values are read where they lie, unless they end within a vector or many lines would convert them again and again.
+    if (a.head_dim % W == 0 && (std::is_same<C, float>::value || lines.count <= BLOCKED_LINES))
+        return attend_all<C>(a, s, tile.values, state, lines.count, ahead);
+    unpack_values<C>(a, tile, s.values, ahead);
+    attend_all<float>(a, s, s.value_rows, state, lines.count, ahead);
+}
+
+// A tile of some lines; none: no lines.
+struct Place {
+    const Lines* lines;
+    int first_key;
+};
+
+// The softmax state of `lines` over one split's keys, from nothing, while the tile at `after` is fetched at the end.
+template <class C>
+void attend_split(const Attention& a, Cache<C> cache, const Lines& lines, int split, Place after, Scratch& s,
+                  Partial& state) {
     state.clear(a, lines.count);
-    int begin = std::max(split * SPLIT, lines.key_begin / TILE * TILE), end = std::min((split + 1) * SPLIT, lines.key_end);
-    TileRows rows[2];
-    locate(a, lines, k_cache, v_cache, begin, rows[0]);
-    for (int tile = begin, turn = 0; tile < end; tile += TILE, turn ^= 1) {
-        TileRows &now = rows[turn], &next = rows[turn ^ 1];
-        locate(a, lines, k_cache, v_cache, tile + TILE < end ? tile + TILE : tile, next);
-        Range ranges[LINES];
-        for (int i = 0; i < lines.count; ++i) {
-            int position = lines.position(a, i);
-            ranges[i] = {std::max(a.first_key(position) - tile, 0), std::min(position + 1 - tile, TILE)};
-        }
-        unpack_keys<C>(a, now, s.keys);
-        unpack_values<C>(a, now, next, s.tile_values);
-        attend_all(a, s, ranges, state, lines.count);
+    int first_key = lines.first_key(split), end = std::min((split + 1) * SPLIT, lines.key_end);
+    Tile tiles[2];
+    locate(a, cache, lines, first_key, tiles[0]);
+    for (int turn = 0; first_key < end; first_key += TILE, turn ^= 1) {
+        Place next = first_key + TILE < end ? Place{&lines, first_key + TILE} : after;
+        if (next.lines) locate(a, cache, *next.lines, next.first_key, tiles[turn ^ 1]);
+        attend_tile<C>(a, lines, first_key, tiles[turn], next.lines ? &tiles[turn ^ 1] : nullptr, s, state);
     }
 }
 
@@ -677,7 +735,8 @@ void merge(const Attention& a, const Partial& from, Partial& into, int count) {
         }
         float maximum = std::max(into.maximum[i], from.maximum[i]);
         float keep = exp(into.maximum[i] - maximum), take = exp(from.maximum[i] - maximum);
-        for (int d = 0; d < padded; d += W) store(values + d, fma(load(added + d), splat(take), load(values + d) * keep));
+        for (int d = 0; d < padded; d += W)
+            store(values + d, fma(load(added + d), splat(take), load(values + d) * keep));
         into.sum[i] = into.sum[i] * keep + from.sum[i] * take;
         into.maximum[i] = maximum;
     }
@@ -697,26 +756,23 @@ void store_result(const Attention& a, const Lines& lines, const Partial& state, 
                                      int d, auto get, auto put) { put(to + d, get(from + d) / state.sum[i]); });
 }
 
-// A piece of work for one thread: all splits of some lines, or (split >= 0) a single one, kept in `partial`.
+// What one thread does at a time: all splits of some lines, or a single one of them that is kept in `partial`.
 struct Work {
-    int lines, split;
+    const Lines* lines;
+    int split_begin, split_end;
     float* partial;
     int64_t cost;
 };
 
 struct Plan {
     std::vector<Lines> lines;
-    std::vector<int64_t> costs;
-    std::vector<Work> work;                     // dearest first
-    std::vector<std::pair<int, float*>> parts;  // lines worked split by split, with their partials in split order
-    Floats memory;
+    std::vector<Work> work;     // dearest first
+    std::vector<Work> divided;  // lines whose splits are separate works, with the partial of the first split
+    Floats partials;
 };
 
-int first_split(const Lines& lines) { return lines.key_begin / SPLIT; }
-int n_splits(const Lines& lines) { return (lines.key_end + SPLIT - 1) / SPLIT - first_split(lines); }
-
-void plan_lines(const Attention& a, Plan& plan) {
-    constexpr int FETCH = 4;  // fetching and unpacking a key costs as much as attending to it with about this many lines
+std::vector<Lines> all_lines(const Attention& a) {
+    std::vector<Lines> result;
     for (int row = 0; row < a.rows; ++row) {
         int all = (a.cu_q[row + 1] - a.cu_q[row]) * a.group();
         for (int head = 0; head < a.kv_heads; ++head)
@@ -724,70 +780,82 @@ void plan_lines(const Attention& a, Plan& plan) {
                 Lines lines{row, head, first, std::min(LINES, all - first), 0, 0};
                 lines.key_begin = a.first_key(lines.position(a, 0));
                 lines.key_end = lines.position(a, lines.count - 1) + 1;
-                plan.lines.push_back(lines);
-                plan.costs.push_back(int64_t(lines.key_end - lines.key_begin) * (lines.count + FETCH));
+                result.push_back(lines);
             }
     }
+    return result;
 }
 
 // Lines that would keep one thread busy while the others have nothing left are worked split by split.
 Plan make_plan(const Attention& a) {
+    constexpr int FETCH = 4;  // a key costs this many lines' worth of arithmetic before any line attends to it
     Plan plan;
-    plan_lines(a, plan);
-    int64_t fair = std::accumulate(plan.costs.begin(), plan.costs.end(), int64_t(0)) / (2 * a.threads);
-    auto divided = [&](int i) { return a.threads > 1 && plan.costs[i] > fair && n_splits(plan.lines[i]) > 1; };
+    plan.lines = all_lines(a);
+    int64_t total = 0;
+    for (const Lines& lines : plan.lines) {
+        int64_t cost = int64_t(lines.key_end - lines.key_begin) * (lines.count + FETCH);
+        plan.work.push_back({&lines, lines.split_begin(), lines.split_end(), nullptr, cost});
+        total += cost;
+    }
+    auto whole = std::partition(plan.work.begin(), plan.work.end(), [&](const Work& w) {
+        return a.threads == 1 || w.cost <= total / (2 * a.threads) || w.split_end - w.split_begin == 1;
+    });
+    plan.divided.assign(whole, plan.work.end());
+    plan.work.erase(whole, plan.work.end());
     size_t floats = 0;
-    for (size_t i = 0; i < plan.lines.size(); ++i)
-        if (divided(i)) floats += n_splits(plan.lines[i]) * Partial::size(a, plan.lines[i].count);
-    plan.memory = make_floats(floats);
-    float* next = plan.memory.get();
-    for (int i = 0; i < int(plan.lines.size()); ++i) {
-        if (!divided(i)) {
-            plan.work.push_back({i, -1, nullptr, plan.costs[i]});
-            continue;
-        }
-        int n = n_splits(plan.lines[i]);
-        size_t size = Partial::size(a, plan.lines[i].count);
-        plan.parts.emplace_back(i, next);
-        for (int j = 0; j < n; ++j, next += size)
-            plan.work.push_back({i, first_split(plan.lines[i]) + j, next, plan.costs[i] / n});
+    for (const Work& w : plan.divided) floats += (w.split_end - w.split_begin) * Partial::size(a, w.lines->count);
+    plan.partials = make_floats(floats);
+    float* next = plan.partials.get();
+    for (Work& w : plan.divided) {
+        w.partial = next;
+        for (int i = w.split_begin; i < w.split_end; ++i, next += Partial::size(a, w.lines->count))
+            plan.work.push_back({w.lines, i, i + 1, next, w.cost / (w.split_end - w.split_begin)});
     }
     std::stable_sort(plan.work.begin(), plan.work.end(), [](const Work& x, const Work& y) { return x.cost > y.cost; });
     return plan;
 }
 
 template <class Q, class C>
-void attention(const Attention& a, const Q* q, const C* k_cache, const C* v_cache, Q* out) {
+void do_work(const Attention& a, const Work& work, const Work* next, const Q* q, Cache<C> cache, Q* out, Scratch& s) {
+    const Lines& lines = *work.lines;
+    load_queries(a, lines, q, s.queries);
+    s.total.clear(a, lines.count);
+    for (int split = work.split_begin; split < work.split_end; ++split) {
+        Place after = split + 1 < work.split_end ? Place{&lines, lines.first_key(split + 1)}
+                      : next                     ? Place{next->lines, next->lines->first_key(next->split_begin)}
+                                                 : Place{nullptr, 0};
+        Partial state = work.partial ? Partial(work.partial, lines.count) : s.split;
+        attend_split(a, cache, lines, split, after, s, state);
+        if (!work.partial) merge(a, state, s.total, lines.count);
+    }
+    if (!work.partial) store_result(a, lines, s.total, out);
+}
+
+template <class Q>
+void merge_divided(const Attention& a, const Work& work, Q* out, Scratch& s) {
+    const Lines& lines = *work.lines;
+    s.total.clear(a, lines.count);
+    for (int i = 0; i < work.split_end - work.split_begin; ++i)
+        merge(a, Partial(work.partial + i * Partial::size(a, lines.count), lines.count), s.total, lines.count);
+    store_result(a, lines, s.total, out);
+}
+
+template <class Q, class C>
+void attention(const Attention& a, const Q* q, Cache<C> cache, Q* out) {
     Plan plan = make_plan(a);
-#pragma omp parallel num_threads(a.threads) if (plan.work.size() > 1)
+    size_t n = plan.work.size();
+    std::atomic<size_t> unclaimed{0};
+#pragma omp parallel num_threads(a.threads) if (n > 1)
     {
         Scratch scratch(a, scratch_floats(Scratch::size(a)));
-#pragma omp for schedule(dynamic, 1)
-        for (size_t i = 0; i < plan.work.size(); ++i) {
-            const Work& work = plan.work[i];
-            const Lines& lines = plan.lines[work.lines];
-            load_queries(a, lines, q, scratch.queries);
-            if (work.split >= 0) {
-                Partial state(work.partial, lines.count);
-                attend_split(a, lines, k_cache, v_cache, work.split, scratch, state);
-                continue;
-            }
-            scratch.total.clear(a, lines.count);
-            for (int j = 0; j < n_splits(lines); ++j) {
-                attend_split(a, lines, k_cache, v_cache, first_split(lines) + j, scratch, scratch.split);
-                merge(a, scratch.split, scratch.total, lines.count);
-            }
-            store_result(a, lines, scratch.total, out);
+        // A thread claims its next work before it does the current one, whose end fetches the beginning of the next.
+        for (size_t current = unclaimed++, next; current < n; current = next) {
+            next = unclaimed++;
+            do_work(a, plan.work[current], next < n ? &plan.work[next] : nullptr, q, cache, out, scratch);
         }
+#pragma omp barrier
 #pragma omp for schedule(dynamic, 1)
-        for (size_t i = 0; i < plan.parts.size(); ++i) {
-            const Lines& lines = plan.lines[plan.parts[i].first];
-            scratch.total.clear(a, lines.count);
-            size_t size = Partial::size(a, lines.count);
-            for (int j = 0; j < n_splits(lines); ++j)
-                merge(a, Partial(plan.parts[i].second + j * size, lines.count), scratch.total, lines.count);
-            store_result(a, lines, scratch.total, out);
-        }
+        for (size_t i = 0; i < plan.divided.size(); ++i) merge_divided(a, plan.divided[i], out, scratch);
     }
     int64_t done = int64_t(a.cu_q[a.rows]) * a.q_heads * a.head_dim;
     std::memset(static_cast<void*>(out + done), 0, (a.tokens * a.q_heads * a.head_dim - done) * sizeof(Q));
@@ -801,8 +869,8 @@ const char* check_attention(const Attention& a) {
             return refuse("cu_q[%d] is %d after %d, with %lld query tokens", row + 1, a.cu_q[row + 1], a.cu_q[row],
                           (long long)a.tokens);
         if (n > keys || keys > int64_t(a.table_width) * a.block_size)
-            return refuse("row %d has kv_len %d, with %d query tokens and room for %lld in its block table", row, keys, n,
-                          (long long)a.table_width * a.block_size);
+            return refuse("row %d has kv_len %d, with %d query tokens and room for %lld in its block table", row, keys,
+                          n, (long long)a.table_width * a.block_size);
         if (n == 0) continue;
         const int32_t* table = a.block_table + int64_t(row) * a.table_width;
         for (int i = a.first_key(keys - n) / a.block_size; i * a.block_size < keys; ++i)
@@ -829,8 +897,8 @@ void with_type(bool is_bf16, Body body) {
 
 extern "C" {
 
-const char* batchrun_rms_norm(const void* x, void* residual, const void* weight, void* out, int64_t rows, int n, float eps,
-                              bool is_bf16, int threads) {
+const char* batchrun_rms_norm(const void* x, void* residual, const void* weight, void* out, int64_t rows, int n,
+                              float eps, bool is_bf16, int threads) {
     with_type(is_bf16, [&](auto* type) {
         using T = std::remove_pointer_t<decltype(type)>;
         rms_norm(static_cast<const T*>(x), static_cast<T*>(residual), static_cast<const T*>(weight), eps,
@@ -859,8 +927,9 @@ const char* batchrun_rope_kv_write(const void* qkv, const float* cos_sin, const 
         using T = std::remove_pointer_t<decltype(type)>;
         with_type(cache_is_bf16, [&](auto* cache_type) {
             using C = std::remove_pointer_t<decltype(cache_type)>;
-            rope_kv_write(static_cast<const T*>(qkv), cos_sin, at, to, static_cast<C*>(k_cache), static_cast<C*>(v_cache),
-                          static_cast<const T*>(q_norm), static_cast<const T*>(k_norm), static_cast<T*>(q), shape);
+            rope_kv_write(static_cast<const T*>(qkv), cos_sin, at, to, static_cast<C*>(k_cache),
+                          static_cast<C*>(v_cache), static_cast<const T*>(q_norm), static_cast<const T*>(k_norm),
+                          static_cast<T*>(q), shape);
         });
     });
     return nullptr;
@@ -877,8 +946,8 @@ const char* batchrun_attention(const void* q, const void* k_cache, const void* v
         using Q = std::remove_pointer_t<decltype(type)>;
         with_type(cache_is_bf16, [&](auto* cache_type) {
             using C = std::remove_pointer_t<decltype(cache_type)>;
-            attention(a, static_cast<const Q*>(q), static_cast<const C*>(k_cache), static_cast<const C*>(v_cache),
-                      static_cast<Q*>(out));
+            Cache<C> cache{static_cast<const C*>(k_cache), static_cast<const C*>(v_cache)};
+            attention(a, static_cast<const Q*>(q), cache, static_cast<Q*>(out));
         });
     });
     return nullptr;
