@@ -175,7 +175,7 @@ def rope_kv_write(
     for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
         if weight is not None:
             _like(name, weight, (dim,), qkv.dtype)
-    q = qkv.new_empty((tokens, q_heads, dim))
+    q = torch.empty((tokens, q_heads, dim), dtype=qkv.dtype)
     _call(
         "batchrun_rope_kv_write",
         *(qkv, cos_sin, positions, positions.dtype is torch.int64, slots, slots.dtype is torch.int64),
@@ -239,7 +239,7 @@ def _like(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype)
 
 def _output(name: str, out: Tensor | None, like: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
     if out is None:
-        return like.new_empty(shape or like.shape)
+        return torch.empty(shape or like.shape, dtype=like.dtype)
     _like(name, out, shape or like.shape, like.dtype)
     return out
 

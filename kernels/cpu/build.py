@@ -44,7 +44,7 @@ def library() -> ctypes.CDLL | None:
     """The loaded kernels, or None after one warning where they cannot be built."""
     try:
         return ctypes.CDLL(str(build()))
-    except (BuildError, OSError, subprocess.SubprocessError) as error:
+    except (BuildError, OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: no home
         warnings.warn(f"no native CPU kernels, falling back to torch (slower): {error}", RuntimeWarning, stacklevel=3)
         return None
 
