@@ -1,8 +1,8 @@
 """One worker: splits become prompts, prompts become results, results become committed parts.
 
-Three things go on at once. The engine's thread (the caller's) runs steps and nothing else that takes time; a child process
-reads, templates and tokenizes ahead (`batchrun.data.feed`); a writer thread turns finished requests into text and makes
-them durable. The caller's thread waits for storage only where results would pile up.
+Three things go on at once. The engine's thread (the caller's) runs steps and nothing else that takes time; a child
+process reads, templates and tokenizes ahead (`batchrun.data.feed`); a writer thread turns finished requests into text
+and makes them durable. The caller's thread waits for storage only where results would pile up.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import signal
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -52,13 +52,11 @@ _IDLE_SECONDS = 0.2  # how long to wait for prompts while the engine has nothing
 _PACKAGES = ("torch", "transformers", "tokenizers", "pyarrow")
 
 
-def run_job(
-    job: JobSpec, *, limit: int | None = None, overwrite: bool = False, max_time: float | None = None
-) -> int:
+def run_job(job: JobSpec, *, limit: int | None = None, overwrite: bool = False, max_time: float | None = None) -> int:
     """Run a job, or go on with one, and print how it went. Returns the exit code of `batchrun.errors`.
 
-    ``limit`` bounds the input rows that are run; ``max_time`` is in seconds. Raises JobError before the model is loaded,
-    and StoppedError where another process works on the output.
+    ``limit`` bounds the input rows that are run; ``max_time`` is in seconds. Raises JobError before the model is
+    loaded, and StoppedError where another process works on the output.
     """
     started = time.monotonic()
     ready = preflight(job)
@@ -202,7 +200,9 @@ class _Run:
         self.rows_before = sum(record.rows for record in committed.values()) + sum(map(len, self._done.values()))
         self._errors_before = sum(record.errors for record in committed.values())
         self._partials = {
-            place: partial for place, partial in output.partials().items() if place[1] not in self._done.get(place[0], ())
+            place: partial
+            for place, partial in output.partials().items()
+            if place[1] not in self._done.get(place[0], ())
         }
         self._open: dict[int, _OpenSplit] = {}
         self._results: list[Request | RowResult] = []
@@ -228,10 +228,10 @@ class _Run:
                 Feed(self.job.input, self.job.prompt, self.job.sampling, self.ready.model, self.ready.max_model_len)
             )
             self._request_splits(feed)
-            self._writer = stack.enter_context(_Writer(self.output, self.ready.source, self.job.output.checkpoint_seconds))
-            progress = stack.enter_context(
-                Progress(self._total_rows, rows_before=self.rows_before, name=self.job.name)
+            self._writer = stack.enter_context(
+                _Writer(self.output, self.ready.source, self.job.output.checkpoint_seconds)
             )
+            progress = stack.enter_context(Progress(self._total_rows, rows_before=self.rows_before, name=self.job.name))
             stack.callback(self._close_engine)
             self._loop(feed, self._writer, progress)
 
@@ -334,7 +334,7 @@ class _Run:
             kind = (result.error or "").partition(":")[0]
             self.errors[kind if kind in ROW_ERROR_KINDS else "other"] += 1
         else:
-            split = result.key[0]  # type: ignore[index]
+            split = result.key[0]
             self._finished_tokens += len(result.tokens) - result.cached
         self._open[split].unfinished -= 1
         self._finished_rows += 1
@@ -481,7 +481,7 @@ class _Writer:
 def _partial(request: Request) -> PartialRow:
     from batchrun.engine.engine import prompt_logprobs
 
-    split, row = request.key  # type: ignore[misc]
+    split, row = request.key
     return PartialRow(split, row, request.output_ids, list(request.logprobs) or None, prompt_logprobs(request))
 
 
@@ -492,7 +492,7 @@ def _row_result(result: Request | RowResult, engine: Engine | None) -> RowResult
     from batchrun.engine.engine import prompt_logprobs
 
     assert engine is not None
-    split, row = result.key  # type: ignore[misc]
+    split, row = result.key
     return RowResult(
         split=split,
         row=row,

@@ -1,4 +1,4 @@
-"""The flat arrays of one step, built on the host from the scheduler's rows: ids stay on the device, positions travel."""
+"""The flat arrays of one step, built on the host from the scheduler's rows; token ids stay on the device."""
 
 from __future__ import annotations
 
@@ -95,9 +95,7 @@ def _block_table(held: list[list[int]]) -> np.ndarray:
 
 
 def _sample_row(request: Request, position: int) -> SampleRow:
-    return SampleRow(
-        request.slot, position, request.n_prompt, request.params, request.noise_key, request.stop_ids
-    )
+    return SampleRow(request.slot, position, request.n_prompt, request.params, request.noise_key, request.stop_ids)
 
 
 def _scored_row(row: StepRow, first: int) -> ScoredRow | None:

@@ -1,7 +1,7 @@
 """Paged KV bookkeeping for one KV group: which blocks are free, shared, or kept for their content. No torch.
 
-A block holds the keys and values of ``block_size`` consecutive positions in every layer of the group. Block 0 is reserved:
-padding writes there, and table entries that a sliding window has passed point there.
+A block holds the keys and values of ``block_size`` consecutive positions in every layer of the group. Block 0 is
+reserved: padding writes there, and table entries that a sliding window has passed point there.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ class BlockPool:
     """Reference-counted blocks with a content index (prefix cache).
 
     A block is in exactly one of three states: held (``refs > 0``), free with content that may be asked for again (in
-    ``_cached``, oldest first), or blank (in ``_blank``). Content is known by its chained hash, which is given to a block
+    ``_cached``, oldest first), or blank (in ``_blank``). Content is known by its chained hash, which a block is given
     only after the forward pass that filled it has settled.
     """
 
@@ -38,7 +38,7 @@ class BlockPool:
         return len(self._blank) + len(self._cached)
 
     def allocate(self, count: int) -> list[int]:
-        """Take ``count`` blank blocks, evicting the content that was used longest ago. The caller checked ``n_free``."""
+        """Take ``count`` blocks, evicting the content that was used longest ago. The caller checked ``n_free``."""
         taken = []
         for _ in range(count):
             if self._blank:
@@ -79,7 +79,7 @@ class BlockPool:
                     self._cached[block] = None
 
     def publish(self, block: int, content: bytes) -> None:
-        """Offer a held, fully computed block to later requests. The first block of equal content stays the known one."""
+        """Offer a held, fully computed block to later requests. Of equal contents the first block stays known."""
         if block != 0 and self._hash[block] is None and content not in self._by_hash:
             self._hash[block] = content
             self._by_hash[content] = block

@@ -113,9 +113,7 @@ class Engine:
             max_model_len=self.max_model_len,
             num_threads=None if spec.num_threads == "auto" else spec.num_threads,
         )
-        limits = Limits(
-            max_num_seqs, memory.resolve_max_num_batched_tokens(spec, device), spec.enable_prefix_caching
-        )
+        limits = Limits(max_num_seqs, memory.resolve_max_num_batched_tokens(spec, device), spec.enable_prefix_caching)
         groups = [
             KVGroup(tuple(i for i, w in enumerate(config.windows) if w == window), window) for window in decoder.windows
         ]
@@ -232,8 +230,8 @@ class Engine:
         """Generate for every prompt and yield results in order of completion.
 
         A prompt is text, a list of token ids, or a list of chat messages. ``params`` is one for all, or one per prompt.
-        A prompt that cannot run yields a `Result` with ``error``; the others are not affected. ``seed`` None draws fresh
-        noise for every prompt.
+        A prompt that cannot run yields a `Result` with ``error``; the others are not affected. ``seed`` None draws
+        fresh noise for every prompt.
         """
         entropy = os.urandom(8).hex()
         numbered = enumerate(prompts)
@@ -254,10 +252,10 @@ class Engine:
     def _prompt_ids(self, prompt: Prompt) -> Sequence[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt, add_special_tokens=True)
-        if prompt and isinstance(prompt[0], Mapping):
-            rendered = self.tokenizer.render_chat([dict(message) for message in prompt])  # type: ignore[call-overload]
-            return self.tokenizer.encode(rendered, add_special_tokens=False)
-        return [int(token) for token in prompt]  # type: ignore[call-overload]
+        messages = [dict(item) for item in prompt if isinstance(item, Mapping)]
+        if messages:
+            return self.tokenizer.encode(self.tokenizer.render_chat(messages), add_special_tokens=False)
+        return [int(item) for item in prompt if not isinstance(item, Mapping)]
 
     def _result(self, request: Request) -> Result:
         params = request.params

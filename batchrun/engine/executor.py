@@ -1,7 +1,7 @@
 """Runs steps on the device, in order, one after another: token buffer, KV caches, forward pass, sampling.
 
-`Executor.launch` does not block. Sampled ids stay in the token buffer on the device, where the next step reads them, so a
-step can be launched before the host knows what the one before it sampled.
+`Executor.launch` does not block. Sampled ids stay in the token buffer on the device, where the next step reads them, so
+a step can be launched before the host knows what the one before it sampled.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Executor:
 
     @torch.inference_mode()
     def _run(self, batch: Batch) -> StepOutput:
-        for slot, ids in batch.uploads:
-            self.tokens[slot, : len(ids)] = torch.from_numpy(ids).to(self.device)
+        for slot, known in batch.uploads:
+            self.tokens[slot, : len(known)] = torch.from_numpy(known).to(self.device)
         positions = batch.positions.to(self.device)
         ids = self.tokens[batch.token_rows.to(self.device), positions]
         groups = [
@@ -94,7 +94,7 @@ class Executor:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A pool of zeros (masked positions still meet a product with zero); on a CPU its pages cost nothing until written."""
+    """A pool of zeros (masked positions meet a product with zero); on a CPU its pages are free until written."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     count = math.prod(shape) * dtype.itemsize

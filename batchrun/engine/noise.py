@@ -1,7 +1,7 @@
-"""Counter-based noise: a request's randomness depends on its key, the position and the vocabulary id, and on nothing else.
+"""Counter-based noise: a request's randomness depends on its key, the position and the vocabulary id alone.
 
-Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) in int64 arithmetic, which wraps the
-same way on every device.
+Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) in int64 arithmetic, which wraps
+the same way on every device.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def philox(key: Tensor, position: Tensor, word: Tensor) -> Tensor:
         p0, p1 = c0 * _MULTIPLY[0], c2 * _MULTIPLY[1]
         c0, c1, c2, c3 = ((p1 >> 32) & _MASK) ^ c1 ^ k0, p1 & _MASK, ((p0 >> 32) & _MASK) ^ c3 ^ k1, p0 & _MASK
         k0, k1 = (k0 + _BUMP[0]) & _MASK, (k1 + _BUMP[1]) & _MASK
-    return c0
+    word0: Tensor = c0
+    return word0
 
 
 def uniform(key: Tensor, position: Tensor, word: Tensor) -> Tensor:

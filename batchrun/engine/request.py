@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import Enum
 from hashlib import blake2b
+from typing import Any
 
 from batchrun.data.rows import TokenLogprob
 from batchrun.sampling import SamplingParams
@@ -21,12 +21,12 @@ class State(Enum):
 class Request:
     """One sequence from its prompt to its last token.
 
-    ``tokens`` are known on the host: the prompt, then every settled output token. ``pending`` counts tokens that steps in
-    flight will have sampled; their ids exist on the device alone. ``computed`` tokens have, or will have once the steps
-    in flight end, keys and values in the cache; it chases ``len(tokens) + pending``.
+    ``tokens`` are known on the host: the prompt, then every settled output token. ``pending`` counts tokens that steps
+    in flight will have sampled; their ids exist on the device alone. ``computed`` tokens have, or will have once the
+    steps in flight end, keys and values in the cache; it chases ``len(tokens) + pending``.
     """
 
-    key: Hashable  # the caller's handle
+    key: Any  # the caller's handle
     tokens: list[int]
     n_prompt: int  # tokens[:n_prompt] are the prompt
     params: SamplingParams
@@ -74,7 +74,7 @@ class Request:
 
 
 def hash_block(parent: bytes, tokens: list[int]) -> bytes:
-    """Identity of a block of tokens and of everything before it: 128 bits of BLAKE2b, so collisions are out of reach."""
+    """Identity of a block of tokens and of all before it: 128 bits of BLAKE2b, so collisions are out of reach."""
     digest = blake2b(parent, digest_size=16)
     digest.update(b"".join(token.to_bytes(4, "little") for token in tokens))
     return digest.digest()

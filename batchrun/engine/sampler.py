@@ -1,7 +1,7 @@
 """Logits to tokens and log-probabilities, row by row: a row's result never depends on the rows beside it.
 
-Sampling is Gumbel-max over counter-based noise. Noise is drawn only for tokens that can still win: no Gumbel value exceeds
-:data:`noise.MAX_GUMBEL`, so a token whose logit is further than that below the best score so far is out.
+Sampling is Gumbel-max over counter-based noise. Noise is drawn only for tokens that can still win: no Gumbel value
+exceeds :data:`noise.MAX_GUMBEL`, so a token whose logit is further than that below the best score so far is out.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ _HEAD = 1024  # most likely tokens in which top_p is looked for first
 def sample(logits: Tensor, rows: Sequence[SampleRow], token_buffer: Tensor) -> Tensor:
     """Choose a token for each row.
 
-    ``logits`` [S, V] float32 is modified in place. ``token_buffer`` [slots, length] int64 holds each request's tokens up to
-    its row's position. Returns [S] int64 ids on the logits' device.
+    ``logits`` [S, V] float32 is modified in place. ``token_buffer`` [slots, length] int64 holds each request's tokens
+    up to its row's position. Returns [S] int64 ids on the logits' device.
     """
     for index, row in enumerate(rows):
         _adjust(logits[index], row, token_buffer)
     best = _first_largest(logits)
     drawn = [index for index, row in enumerate(rows) if not row.params.greedy]
     if drawn:
-        index = torch.tensor(drawn, device=logits.device)
-        best[index] = _draw(logits[index], [rows[i] for i in drawn])
+        at = torch.tensor(drawn, device=logits.device)
+        best[at] = _draw(logits[at], [rows[i] for i in drawn])
     return best
 
 
 def _first_largest(logits: Tensor) -> Tensor:
-    """The smallest id among the largest logits of each row [S, V]; which of equals ``max`` picks depends on the shape."""
+    """The smallest id among the largest logits of each row [S, V]; ``max`` picks among equals by the shape."""
     line, token = (logits == logits.amax(dim=-1, keepdim=True)).nonzero(as_tuple=True)
     return _smallest(line, token, len(logits), logits.shape[1])
 

@@ -2,8 +2,8 @@
 
 There are no phases. Each request has ``computed`` tokens that chase its known ones, and a step takes some of the
 difference for as many requests as its token budget and the KV pools allow. A step may be scheduled while the one before
-it is in flight. Steps run in order on one stream, so a block that is released here may be handed out at once: whatever an
-earlier step still writes there is overwritten before it is read. Only publication of content waits for `settle`.
+it is in flight. Steps run in order on one stream, so a block that is released here may be handed out at once: whatever
+an earlier step still writes there is overwritten before it is read. Only publication of content waits for `settle`.
 """
 
 from __future__ import annotations

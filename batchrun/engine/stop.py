@@ -26,7 +26,11 @@ def output_text(request: Request, tokenizer: Tokenizer) -> str:
     if request.text is not None:
         return request.text
     ids = request.output_ids
-    if request.finish_reason == "stop" and ids[-1] in request.stop_ids and not request.params.include_stop_str_in_output:
+    if (
+        request.finish_reason == "stop"
+        and ids[-1] in request.stop_ids
+        and not request.params.include_stop_str_in_output
+    ):
         ids = ids[:-1]
     return tokenizer.decode(ids, skip_special_tokens=request.params.skip_special_tokens)
 

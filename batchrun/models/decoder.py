@@ -1,6 +1,6 @@
 """One decoder for the Llama family, driven by `ModelConfig`; it knows nothing of storage formats, batching or devices.
 
-The forward pass is packed: the tokens of all rows lie one after the other, and only attention knows which belong together.
+The forward pass is packed: the tokens of all rows lie one after the other; only attention knows which belong together.
 """
 
 from __future__ import annotations
@@ -93,9 +93,7 @@ class Decoder:
             place=config.windows[:index].count(window),
         )
 
-    def forward(
-        self, ids: Tensor, positions: Tensor, groups: Sequence[Attention], caches: Sequence[KVCache]
-    ) -> Tensor:
+    def forward(self, ids: Tensor, positions: Tensor, groups: Sequence[Attention], caches: Sequence[KVCache]) -> Tensor:
         """Hidden states [T, H] of packed tokens ``ids`` [T] at ``positions`` [T], after the final norm.
 
         Writes the tokens' keys and values into ``caches``, which with ``groups`` stand in the order of `windows`.
@@ -103,7 +101,7 @@ class Decoder:
         ops, config = self.ops, self.config
         scale = config.head_dim**-0.5
         residual = self.embedding.rows(ids)
-        hidden = ops.rms_norm(residual, self.layers[0].input_norm, config.norm_eps)
+        hidden: Tensor = ops.rms_norm(residual, self.layers[0].input_norm, config.norm_eps)
         following = [layer.input_norm for layer in self.layers[1:]] + [self.norm]
         for layer, next_norm in zip(self.layers, following, strict=True):
             batch, cache = groups[layer.group], caches[layer.group]

@@ -18,7 +18,7 @@ from batchrun.kernels import cpu
 
 
 def backend(device: torch.device, dtype: torch.dtype, *, reproducible: bool) -> ModuleType:
-    """The fastest operations for ``device`` and ``dtype``; with ``reproducible`` those where each row's bits are its own."""
+    """The fastest operations for ``device`` and ``dtype``; ``reproducible``: where each row's bits are its own."""
     from batchrun.ops import fixed_native_ops, fixed_ops, native_ops, torch_ops
 
     if device.type == "cpu" and dtype in cpu.DTYPES and cpu.available():

@@ -1,8 +1,8 @@
-"""The operations in which a row's bits depend on that row alone: not on the batch, the chunk, the cache or the placement.
+"""The operations in which a row's bits depend on that row alone: not on batch, chunk, cache or placement.
 
-Library calls choose kernels, tails and thread shares by shape. So every call here has a shape that is fixed by the model:
-matrix products in tiles of a fixed number of rows, elementwise functions in tiles of a fixed number of elements, attention
-in fixed tiles of queries and keys folded in order of position. Padding fills the last tile.
+Library calls choose kernels, tails and thread shares by shape. So every call here has a shape that is fixed by the
+model: matrix products in tiles of a fixed number of rows, elementwise functions in tiles of a fixed number of elements,
+attention in fixed tiles of queries and keys folded in order of position. Padding fills the last tile.
 """
 
 from __future__ import annotations
@@ -94,8 +94,11 @@ def _attend_tiles(
     """Attention of query tiles [I, Q, HQ, D] at ``positions`` [I, Q] over the blocks of ``table`` [I, P]."""
     n_kv_heads, block_size, head_dim = k_cache.shape[1:]
     items, queries, n_heads, _ = q.shape
-    grouped = q.float().view(items, queries, n_kv_heads, -1, head_dim).transpose(1, 2).reshape(
-        items * n_kv_heads, -1, head_dim
+    grouped = (
+        q.float()
+        .view(items, queries, n_kv_heads, -1, head_dim)
+        .transpose(1, 2)
+        .reshape(items * n_kv_heads, -1, head_dim)
     )
     best = grouped.new_full((*grouped.shape[:2], 1), float("-inf"))
     total = torch.zeros_like(best)
@@ -103,8 +106,10 @@ def _attend_tiles(
     for key in range(0, int(positions.max()) + 1, _KEYS):
         keys = torch.arange(key, key + _KEYS, device=q.device)
         blocks = table[:, (keys // block_size).clamp(max=table.shape[1] - 1)].long()
-        k, v = (c[blocks, :, keys % block_size].transpose(1, 2).reshape(-1, _KEYS, head_dim).float()
-                for c in (k_cache, v_cache))
+        k, v = (
+            c[blocks, :, keys % block_size].transpose(1, 2).reshape(-1, _KEYS, head_dim).float()
+            for c in (k_cache, v_cache)
+        )
         scores = grouped @ k.transpose(1, 2) * scale
         if softcap is not None:
             scores = softcap * tiled(torch.tanh, scores / softcap)

@@ -1,7 +1,7 @@
-"""The engine's operations in plain torch: the path for devices without kernels of their own, and the reference for those.
+"""The engine's operations in plain torch: for devices without kernels of their own, and the reference for those.
 
-Every backend is a module with these functions. Here speed comes from few, large library calls, whose results for one row
-may differ in the last bits with the rows beside it; `fixed_ops` is the variant whose results may not.
+Every backend is a module with these functions. Here speed comes from few, large library calls, whose results for one
+row may differ in the last bits with the rows beside it; `fixed_ops` is the variant whose results may not.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ def linear(x: Tensor, weight: Dense, bias: Tensor | None = None) -> Tensor:
     if weight.packed is None:
         return functional.linear(x, weight.dequantize(), bias)
     wide_bias = bias if bias is None else bias.to(weight.packed.dtype)
-    packed = torch.ops.mkldnn._linear_pointwise(x.to(weight.packed.dtype), weight.packed, wide_bias, "none", [], "")
-    return packed.to(x.dtype)
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(
+        x.to(weight.packed.dtype), weight.packed, wide_bias, "none", [], ""
+    )
+    return product.to(x.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -59,8 +61,8 @@ def rope_kv_write(
     """Rotate queries and keys, write keys and values into the paged cache, return the queries [T, HQ, D].
 
     ``qkv`` [T, (HQ + 2 HKV) D]; ``cos_sin`` [P, D] float32, cosines then sines of D/2 frequencies (rotate-half form);
-    ``slots`` [T] int64; caches [n_blocks, HKV, block_size, D]. ``q_norm`` and ``k_norm`` [D] are applied per head before
-    the rotation (Qwen3).
+    ``slots`` [T] int64; caches [n_blocks, HKV, block_size, D]. ``q_norm`` and ``k_norm`` [D] are applied per head
+    before the rotation (Qwen3).
     """
     _, n_kv_heads, block_size, head_dim = k_cache.shape
     q, k, v = qkv.view(len(qkv), -1, head_dim).tensor_split([-2 * n_kv_heads, -n_kv_heads], dim=1)
@@ -89,7 +91,7 @@ def attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Causal attention of ragged queries [T, HQ, D] over the paged cache [n_blocks, HKV, block_size, D]; returns [T, HQ, D].
+    """Causal attention of ragged queries [T, HQ, D] over the paged cache [n_blocks, HKV, block_size, D]; like q.
 
     A query at position p sees positions in (p - window, p]. Scores are ``softcap * tanh(scores / softcap)`` if given.
     """

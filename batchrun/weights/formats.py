@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import torch
 
-
 _PACKED_ROWS = 64  # rows of activations that oneDNN is told to lay weights out for
 
 

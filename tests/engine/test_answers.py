@@ -77,7 +77,7 @@ def test_every_family_answers_as_transformers_does(model: Model, prefix_caching:
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_no_shape_or_disturbance_changes_an_answer(models: dict[str, Model], data: st.DataObject) -> None:
-    """Pool size, block size, budget, prefix cache, overlap, forced preemption and aborts, over three kinds of KV groups."""
+    """Pool size, block size, budget, prefix cache, overlap and forced preemption, over three kinds of KV groups."""
     model = models[data.draw(st.sampled_from(sorted(models)), "model")]
     block_size = data.draw(st.sampled_from([2, 4, 8, 16]), "block size")
     chosen = data.draw(st.lists(st.sampled_from(prompts()), min_size=1, max_size=12), "prompts")

@@ -13,11 +13,12 @@ from typing import TypedDict, Unpack
 
 import pytest
 import torch
-from batchrun.kernels import cpu
-from batchrun.kernels.cpu import build
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+
+from batchrun.kernels import cpu
+from batchrun.kernels.cpu import build
 
 
 def has_compiler() -> bool:
