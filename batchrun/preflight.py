@@ -26,7 +26,7 @@ from batchrun.errors import JobError
 from batchrun.job import InputSpec, JobSpec, PromptSpec
 from batchrun.model_files import ModelFiles, resolve
 from batchrun.text import format_bytes, format_count, table
-from batchrun.tokenizer import Tokenizer
+from batchrun.tokenization.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

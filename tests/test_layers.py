@@ -20,7 +20,7 @@ KERNELS = PACKAGE.parent / "kernels"
 HEAVY = {"torch", "transformers", "triton"}
 
 TORCH_FREE = (
-    "batchrun.chat_template",
+    "batchrun.tokenization.chat_template",
     "batchrun.cli",
     "batchrun.data.feed",
     "batchrun.data.feed_worker",
@@ -42,7 +42,7 @@ TORCH_FREE = (
     "batchrun.preflight",
     "batchrun.sampling",
     "batchrun.text",
-    "batchrun.tokenizer",
+    "batchrun.tokenization.tokenizer",
 )
 
 # Importer -> what it may never import, whether at the top or inside a function.

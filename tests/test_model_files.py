@@ -333,7 +333,7 @@ def test_resolving_and_tokenizing_import_no_torch(saved: Path, ggufs: Path) -> N
     code = (
         "import sys\n"
         "from batchrun.model_files import resolve\n"
-        "from batchrun.tokenizer import Tokenizer\n"
+        "from batchrun.tokenization.tokenizer import Tokenizer\n"
         "for reference in sys.argv[1:]:\n"
         "    Tokenizer.load(resolve(reference)).encode('text', add_special_tokens=True)\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"

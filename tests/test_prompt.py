@@ -20,7 +20,7 @@ from batchrun.data.rows import PreparedRow, Row
 from batchrun.errors import JobError
 from batchrun.job import PromptSpec, SamplingSpec
 from batchrun.model_files import resolve
-from batchrun.tokenizer import Tokenizer
+from batchrun.tokenization.tokenizer import Tokenizer
 from tests.models import save_tokenizer
 
 Make = Callable[..., PromptBuilder]

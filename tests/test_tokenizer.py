@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import pre_tokenizers
 
-from batchrun.chat_template import ChatTemplateError
 from batchrun.errors import JobError
 from batchrun.model_files import resolve
-from batchrun.tokenizer import Tokenizer, clean_text
+from batchrun.tokenization.chat_template import ChatTemplateError
+from batchrun.tokenization.tokenizer import Tokenizer, clean_text
 from tests import gguf_files
 from tests.models import CHAT_TEMPLATE, SPECIAL, save_model, save_tokenizer
 

@@ -18,7 +18,7 @@ from batchrun.data.prompt import PromptBuilder, prefix_order
 from batchrun.data.rows import PreparedRow, Split
 from batchrun.data.source import Source
 from batchrun.errors import BatchrunError
-from batchrun.tokenizer import Tokenizer
+from batchrun.tokenization.tokenizer import Tokenizer
 
 _FIRST_ROWS = 256  # the first window is small, so that the engine starts soon; each later one is 4 times larger,
 _MOST_ROWS = 50_000  # up to a split,

@@ -19,7 +19,7 @@ from batchrun.data.template import RowError, RowTemplate
 from batchrun.errors import JobError, row_error
 from batchrun.job import PromptSpec, SamplingSpec
 from batchrun.sampling import SamplingParams
-from batchrun.tokenizer import Tokenizer
+from batchrun.tokenization.tokenizer import Tokenizer
 
 _GROUP_CHARACTERS = 1 << 20  # encoded at once: a token costs the library about 200 bytes
 _SLICE_CHARACTERS = 1 << 16

@@ -26,7 +26,7 @@ from batchrun.models.decoder import Decoder
 from batchrun.models.families import model_config
 from batchrun.ops import backend
 from batchrun.sampling import SamplingParams
-from batchrun.tokenizer import Tokenizer
+from batchrun.tokenization.tokenizer import Tokenizer
 from batchrun.weights.load import Loader, open_weights
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from batchrun.engine.request import Request
-from batchrun.tokenizer import Tokenizer
+from batchrun.tokenization.tokenizer import Tokenizer
 
 
 def finish_reason(request: Request, tokenizer: Tokenizer) -> str | None:

@@ -13,11 +13,11 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from batchrun.chat_template import compile_templates, render
 from batchrun.errors import JobError
-from batchrun.gguf_tokenizer import gguf_tokenizer
 from batchrun.model_files import ModelFiles
-from batchrun.slow_tokenizer import converted
+from batchrun.tokenization.chat_template import compile_templates, render
+from batchrun.tokenization.convert_slow import converted
+from batchrun.tokenization.gguf_vocabulary import gguf_tokenizer
 from batchrun.weights.gguf import read_gguf
 
 _SURROGATES = re.compile("[\ud800-\udfff]")
@@ -107,8 +107,8 @@ class Tokenizer:
         """The prompt text of a conversation, through the model's chat template; ``kwargs`` are further variables of it.
 
         With ``continue_final_message`` the text ends where the content of the final message does, and there is no
-        generation prompt. Raises :class:`~batchrun.chat_template.ChatTemplateError` if the messages do not fit the
-        template, :class:`JobError` if the model has none.
+        generation prompt. Raises :class:`ChatTemplateError` if the messages do not fit the template, :class:`JobError`
+        if the model has none.
         """
         return render(
             self._chat_templates,
