@@ -1,0 +1,150 @@
+"""`Engine` as Python users meet it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from batchrun import Engine, SamplingParams
+from batchrun.errors import JobError
+from tests.models import greedy_with, save_model
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: Path) -> Iterator[Engine]:
+    engine = Engine(str(tiny_model), max_model_len=128, max_num_seqs=8)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_model: Path) -> transformers.PreTrainedModel:
+    return transformers.AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+
+
+def test_prompts_are_text_ids_or_messages(engine: Engine, reference: transformers.PreTrainedModel) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    prompts = ["some text", [1, 2, 3], messages]
+    results = {result.index: result for result in engine.generate(prompts, GREEDY)}
+    chat = engine.tokenizer.encode(engine.tokenizer.render_chat(messages), add_special_tokens=False)
+    for index, ids in enumerate([engine.tokenizer.encode("some text", add_special_tokens=True), [1, 2, 3], chat]):
+        assert list(results[index].token_ids) == greedy_with(reference, ids, 10)
+        assert results[index].prompt_tokens == len(ids)
+        assert results[index].text == engine.tokenizer.decode(results[index].token_ids)
+        assert results[index].finish_reason == "length"
+
+
+def test_a_prompt_that_cannot_run_does_not_stop_the_others(engine: Engine) -> None:
+    prompts = [[1, 2], [], [5] * 500, [10_000], [3, 4]]
+    results = {result.index: result for result in engine.generate(prompts, GREEDY)}
+    assert sorted(results) == [0, 1, 2, 3, 4]
+    assert results[0].error is None
+    assert results[4].error is None
+    assert "no tokens" in (results[1].error or "")
+    assert "500 tokens" in (results[2].error or "")
+    assert "vocabulary" in (results[3].error or "")
+
+
+def test_parameters_may_differ_by_prompt(engine: Engine) -> None:
+    params = [GREEDY.override({"max_tokens": count}) for count in (1, 5, 9)]
+    results = {result.index: result for result in engine.generate([[1], [2], [3]], params)}
+    assert [len(results[index].token_ids) for index in range(3)] == [1, 5, 9]
+
+
+def test_the_context_bounds_the_output(engine: Engine) -> None:
+    (result,) = engine.generate([[7] * 120], GREEDY.override({"max_tokens": 100}))
+    assert len(result.token_ids) == 8
+    assert result.finish_reason == "length"
+
+
+def test_stop_ids_and_eos_end_the_text(engine: Engine) -> None:
+    (whole,) = engine.generate([[9, 8, 7]], GREEDY)
+    stop = whole.token_ids[4]
+    first = whole.token_ids.index(stop)
+    (stopped,) = engine.generate([[9, 8, 7]], GREEDY.override({"stop_token_ids": [stop]}))
+    assert stopped.token_ids == whole.token_ids[: first + 1]
+    assert stopped.finish_reason == "stop"
+    assert stopped.text == engine.tokenizer.decode(whole.token_ids[:first])
+    more = GREEDY.override({"stop_token_ids": [stop], "min_tokens": 8})
+    (longer,) = engine.generate([[9, 8, 7]], more)
+    assert len(longer.token_ids) >= 8
+
+
+def test_stop_strings_cut_the_text(engine: Engine) -> None:
+    (whole,) = engine.generate(["abc"], GREEDY.override({"max_tokens": 40}))
+    for begin in range(2, 20, 3):
+        stop = whole.text[begin : begin + 2]
+        if "\ufffd" in stop or not stop:
+            continue
+        at = whole.text.index(stop)
+        given = GREEDY.override({"max_tokens": 40, "stop": [stop]})
+        (cut,) = engine.generate(["abc"], given)
+        (kept,) = engine.generate(["abc"], given.override({"include_stop_str_in_output": True}))
+        assert cut.finish_reason == "stop"
+        assert cut.text == whole.text[:at]
+        assert kept.text == whole.text[: at + len(stop)]
+
+
+def test_logprobs_of_output_and_prompt(engine: Engine, reference: transformers.PreTrainedModel) -> None:
+    prompt = [5, 50, 100, 200, 7]
+    params = GREEDY.override({"logprobs": 3, "prompt_logprobs": 2, "max_tokens": 4})
+    (result,) = engine.generate([prompt], params)
+    with torch.inference_mode():
+        table = reference(torch.tensor([[*prompt, *result.token_ids]])).logits[0].double().log_softmax(-1)
+    assert result.logprobs is not None
+    assert result.prompt_logprobs is not None
+    assert result.prompt_logprobs[0].logprob is None
+    entries = [*result.prompt_logprobs[1:], *result.logprobs]
+    for position, entry in enumerate(entries):
+        row = table[position]
+        assert entry.logprob == pytest.approx(row[entry.token_id].item(), abs=1e-3)
+        best = row.topk(len(entry.top))
+        assert [token for token, _ in entry.top] == best.indices.tolist()
+        assert [value for _, value in entry.top] == pytest.approx(best.values.tolist(), abs=1e-3)
+    assert [entry.token_id for entry in entries] == [*prompt[1:], *result.token_ids]
+
+
+def test_scored_prompts_are_whole_although_their_prefix_is_cached(engine: Engine) -> None:
+    prompt = list(range(100))
+    list(engine.generate([prompt], GREEDY))
+    (result,) = engine.generate([prompt], GREEDY.override({"prompt_logprobs": 0}))
+    assert result.prompt_logprobs is not None
+    assert len(result.prompt_logprobs) == 100
+    assert all(entry.logprob is not None and math.isfinite(entry.logprob) for entry in result.prompt_logprobs[1:])
+
+
+def test_a_seed_decides_and_no_seed_does_not(engine: Engine) -> None:
+    hot = SamplingParams(temperature=1.5, max_tokens=12, ignore_eos=True)
+    prompts = [[1, 2, 3]] * 6
+    seeded = [hot.override({"seed": 42})] + [hot] * 5
+    runs = [{r.index: r.token_ids for r in engine.generate(prompts, seeded)} for _ in range(3)]
+    alone = next(engine.generate([[1, 2, 3]], hot.override({"seed": 42}))).token_ids
+    assert {run[0] for run in runs} == {alone}
+    assert len({ids for run in runs for index, ids in run.items() if index}) > 10
+
+
+def test_unknown_options_and_impossible_models_are_refused(tiny_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="max_seqs"):
+        Engine(str(tiny_model), max_seqs=3)
+    with pytest.raises(JobError, match="no-such-model"):
+        Engine(str(tmp_path / "no-such-model"))
+    with pytest.raises(JobError, match="kv_cache_memory"):
+        Engine(str(tiny_model), kv_cache_memory="4KiB")
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_runs(tmp_path: Path, family: str, dtype: str) -> None:
+    path = save_model(tmp_path / family, family)
+    engine = Engine(str(path), dtype=dtype, max_model_len=64)
+    results = list(engine.generate([[1, 2, 3], [4, 5]], GREEDY))
+    engine.close()
+    assert [len(result.token_ids) for result in results] == [10, 10]

@@ -1,0 +1,161 @@
+"""Sampling: what is drawn follows the distribution, filters and penalties do what vLLM's do, rows do not mix."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from batchrun.engine.batch import SampleRow
+from batchrun.engine.noise import MAX_GUMBEL, gumbel, uniform
+from batchrun.engine.request import noise_key
+from batchrun.engine.sampler import logprobs, sample
+from batchrun.sampling import SamplingParams
+
+VOCAB = 40
+
+
+def sample_row(params: SamplingParams, key: int = 0, position: int = 0, **changes: object) -> SampleRow:
+    given = {"slot": 0, "position": position, "n_prompt": 0, "noise_key": noise_key(key), "stop_ids": frozenset()}
+    return SampleRow(params=params, **{**given, **changes})  # type: ignore[arg-type]
+
+
+def draw(logits: Tensor, params: SamplingParams, count: int) -> Tensor:
+    rows = [sample_row(params, key) for key in range(count)]
+    return sample(logits.repeat(count, 1), rows, torch.zeros(1, 1, dtype=torch.int64))
+
+
+def expected(logits: Tensor, params: SamplingParams) -> Tensor:
+    """The distribution that the parameters ask for, by sorting and masking in float64."""
+    scaled = logits.double() / params.temperature
+    if params.min_p > 0:
+        scaled[scaled < scaled.max() + math.log(params.min_p)] = -math.inf
+    if params.top_k > 0:
+        scaled[scaled < scaled.topk(params.top_k).values[-1]] = -math.inf
+    probabilities, order = scaled.softmax(-1).sort(descending=True)
+    probabilities[probabilities.cumsum(-1) - probabilities >= params.top_p] = 0
+    result = torch.zeros_like(scaled)
+    result[order] = probabilities / probabilities.sum()
+    return result
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(temperature=0.5),
+        SamplingParams(temperature=1.5, top_k=7),
+        SamplingParams(top_p=0.7),
+        SamplingParams(min_p=0.1),
+        SamplingParams(temperature=1.3, top_k=12, top_p=0.8, min_p=0.02),
+    ],
+    ids=lambda params: str(params.model_dump(exclude_defaults=True)),
+)
+def test_draws_follow_the_distribution(params: SamplingParams) -> None:
+    torch.manual_seed(1)
+    logits = torch.randn(VOCAB) * 2
+    count = 20_000
+    observed = torch.bincount(draw(logits, params, count), minlength=VOCAB).double()
+    wanted = expected(logits, params) * count
+    assert observed[wanted == 0].sum() == 0
+    kept = wanted > 5
+    chi_square = ((observed - wanted)[kept] ** 2 / wanted[kept]).sum().item()
+    freedom = int(kept.sum()) - 1
+    assert chi_square < freedom + 5 * math.sqrt(2 * freedom)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from([(0.8, 0.95, 0), (1.0, 1.0, 0), (1.4, 1.0, 50), (0.7, 0.5, 0)]))
+def test_only_what_can_win_is_drawn_for_and_the_winner_is_the_same(seed: int, shape: tuple[float, float, int]) -> None:
+    """A vocabulary larger than the head: the same token as from noise for every token of the filtered distribution."""
+    temperature, top_p, top_k = shape
+    torch.manual_seed(seed)
+    logits = torch.randn(3000) * 3
+    params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k)
+    row = sample_row(params, seed)
+    (token,) = sample(logits[None].clone(), [row], torch.zeros(1, 1, dtype=torch.int64)).tolist()
+    noise = gumbel(torch.tensor(_signed(row.noise_key)), torch.tensor(0), torch.arange(3000))
+    scores = (logits / temperature).masked_fill(expected(logits, params) == 0, -math.inf) + noise
+    assert token == int(scores.argmax())
+
+
+def test_noise_is_bounded_and_uniform() -> None:
+    key = torch.tensor([noise_key(3) >> 1])
+    values = uniform(key, torch.tensor([0]), torch.arange(100_000))
+    assert 0 < values.min()
+    assert values.max() < 1
+    assert abs(values.mean().item() - 0.5) < 0.005
+    assert -math.log(-math.log(1 - 2.0**-25)) < MAX_GUMBEL
+    assert len(values.unique()) > 99_000
+
+
+def test_a_row_draws_the_same_beside_any_neighbours() -> None:
+    torch.manual_seed(2)
+    logits = torch.randn(9, 500)
+    kinds = [SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_p=0.5), SamplingParams(top_k=3)]
+    rows = [sample_row(kinds[index % 4], index) for index in range(9)]
+    buffer = torch.zeros(1, 1, dtype=torch.int64)
+    together = sample(logits.clone(), rows, buffer).tolist()
+    alone = [sample(logits[index : index + 1].clone(), [rows[index]], buffer).item() for index in range(9)]
+    assert together == alone
+
+
+def test_noise_depends_on_key_and_position() -> None:
+    logits = torch.zeros(1, 500)
+    buffer = torch.zeros(1, 8, dtype=torch.int64)
+    drawn = {
+        (key, position): sample(logits.clone(), [sample_row(SamplingParams(), key, position)], buffer).item()
+        for key in range(4)
+        for position in range(4)
+    }
+    assert len(set(drawn.values())) > 12
+
+
+def test_penalties() -> None:
+    logits = torch.tensor([[2.0, -1.0, 1.5, 0.5]])
+    buffer = torch.tensor([[0, 1, 2, 2, 0]])  # prompt 0, 1; output 2, 2
+
+    def best(**penalties: float) -> int:
+        params = SamplingParams(temperature=0, **penalties)
+        row = sample_row(params, position=4, n_prompt=2)
+        changed = logits.clone()
+        sample(changed, [row], buffer)
+        return changed[0].tolist()  # type: ignore[return-value]
+
+    assert best(repetition_penalty=2.0) == [1.0, -2.0, 0.75, 0.5]  # prompt and output
+    assert best(presence_penalty=0.5) == [2.0, -1.0, 1.0, 0.5]  # output alone, once
+    assert best(frequency_penalty=0.5) == [2.0, -1.0, 0.5, 0.5]  # output alone, per occurrence
+
+
+def test_min_tokens_forbids_stopping() -> None:
+    params = SamplingParams(temperature=0, min_tokens=2, max_tokens=5)
+    logits = torch.tensor([[0.0, 5.0, 1.0]])
+    buffer = torch.zeros(1, 8, dtype=torch.int64)
+    for position, token in ((3, 2), (4, 2), (5, 1)):
+        row = sample_row(params, position=position, n_prompt=3, stop_ids=frozenset({1}))
+        assert sample(logits.clone(), [row], buffer).item() == token
+
+
+def test_logprobs_are_those_of_the_raw_distribution() -> None:
+    torch.manual_seed(3)
+    logits = torch.randn(3, 50)
+    logits[1, 7] = -math.inf
+    targets = torch.tensor([4, 7, 2])
+    got = logprobs(logits, targets, [2, 0, None])
+    table = logits.double().log_softmax(-1)
+    assert got[2] is None
+    assert got[0] is not None
+    assert got[0].token_id == 4
+    assert got[0].logprob == pytest.approx(table[0, 4].item(), abs=1e-5)
+    assert [token for token, _ in got[0].top] == table[0].topk(2).indices.tolist()
+    assert got[1] is not None
+    assert got[1].logprob is None  # minus infinity
+    assert got[1].top == []
+
+
+def _signed(key: int) -> int:
+    return key - (1 << 64) if key >= 1 << 63 else key
