@@ -36,7 +36,7 @@ def run(root: Path, model: Path, count: int) -> tuple[float, int, int]:
     job = root / f"{count}.yaml"
     job.write_text(_JOB.format(model=model, rows=rows, output=root / f"out-{count}"))
     started = time.monotonic()
-    runner = psutil.Popen([sys.executable, "-m", "batchrun.cli", "submit", str(job)])
+    runner = psutil.Popen([sys.executable, "-m", "batchrun", "submit", str(job)])
     peak, child_peak = 0, 0
     while runner.poll() is None:
         try:
