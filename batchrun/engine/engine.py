@@ -42,7 +42,7 @@ class Result:
     text: str = ""
     token_ids: tuple[int, ...] = ()  # generated only, the stop token included
     finish_reason: str | None = None  # "stop" | "length"
-    prompt_tokens: int = 0
+    prompt_token_ids: tuple[int, ...] = ()
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
     error: str | None = None
@@ -179,6 +179,12 @@ class Engine:
         previous, self._in_flight = self._in_flight, None
         return self._settle(*previous) if previous else []
 
+    def abort(self) -> None:
+        """Drop every request that has not finished."""
+        self.drain()
+        for request in self.unfinished():
+            self.scheduler.finish(request, "abort")
+
     def _settle(self, step: Step, running: Future[StepOutput]) -> list[Request]:
         finished = []
         for request in self.scheduler.settle(step, running.result()):
@@ -235,19 +241,34 @@ class Engine:
         """
         entropy = os.urandom(8).hex()
         numbered = enumerate(prompts)
-        while window := list(islice(numbered, _WINDOW)):
-            requests = []
-            for index, prompt in window:
-                chosen = params[index] if isinstance(params, Sequence) else params or SamplingParams()
-                noise = noise_key("seed", chosen.seed) if chosen.seed is not None else noise_key(entropy, index)
-                try:
-                    requests.append(self.request(index, self._prompt_ids(prompt), chosen, noise))
-                except (ValueError, JobError) as error:
-                    yield Result(index, error=str(error))
-            for request in sorted(requests, key=lambda request: request.tokens):
-                self.add(request)
-            while self.has_work:
+        more = True
+        try:
+            while more or self.has_work:
+                if more and self.hungry:
+                    window = list(islice(numbered, _WINDOW))
+                    more = len(window) == _WINDOW
+                    yield from self._add_window(window, params, entropy)
                 yield from map(self._result, self.step())
+        finally:
+            self.abort()  # the caller may have stopped before the end
+
+    def _add_window(
+        self,
+        window: Sequence[tuple[int, Prompt]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        entropy: str,
+    ) -> Iterator[Result]:
+        """Add prompts in prefix order; yields those that cannot run."""
+        requests = []
+        for index, prompt in window:
+            chosen = params[index] if isinstance(params, Sequence) else params or SamplingParams()
+            noise = noise_key("seed", chosen.seed) if chosen.seed is not None else noise_key(entropy, index)
+            try:
+                requests.append(self.request(index, self._prompt_ids(prompt), chosen, noise))
+            except (ValueError, JobError) as error:
+                yield Result(index, error=str(error))
+        for request in sorted(requests, key=lambda request: request.tokens):
+            self.add(request)
 
     def _prompt_ids(self, prompt: Prompt) -> Sequence[int]:
         if isinstance(prompt, str):
@@ -264,7 +285,7 @@ class Engine:
             text=self.text(request),
             token_ids=tuple(request.output_ids),
             finish_reason=request.finish_reason,
-            prompt_tokens=request.n_prompt,
+            prompt_token_ids=tuple(request.tokens[: request.n_prompt]),
             logprobs=request.logprobs if params.logprobs is not None else None,
             prompt_logprobs=prompt_logprobs(request),
         )

@@ -1,4 +1,4 @@
-"""Shows that memory does not grow with the input: ``python -m tests.bench.bounded_memory [ROWS]`` (2,000,000 by default).
+"""Shows that memory does not grow with the input: ``python -m tests.bench.bounded_memory [ROWS]`` (default 2 million).
 
 Runs a job over that many short rows, and one over 1,000, with a tiny model that answers one token, and prints the peak
 resident memory of each: the runner with its model, and the process that prepares prompts.

@@ -37,7 +37,7 @@ def test_prompts_are_text_ids_or_messages(engine: Engine, reference: transformer
     chat = engine.tokenizer.encode(engine.tokenizer.render_chat(messages), add_special_tokens=False)
     for index, ids in enumerate([engine.tokenizer.encode("some text", add_special_tokens=True), [1, 2, 3], chat]):
         assert list(results[index].token_ids) == greedy_with(reference, ids, 10)
-        assert results[index].prompt_tokens == len(ids)
+        assert list(results[index].prompt_token_ids) == ids
         assert results[index].text == engine.tokenizer.decode(results[index].token_ids)
         assert results[index].finish_reason == "length"
 
@@ -129,6 +129,25 @@ def test_a_seed_decides_and_no_seed_does_not(engine: Engine) -> None:
     alone = next(engine.generate([[1, 2, 3]], hot.override({"seed": 42}))).token_ids
     assert {run[0] for run in runs} == {alone}
     assert len({ids for run in runs for index, ids in run.items() if index}) > 10
+
+
+def test_results_left_untaken_do_not_return_later(engine: Engine) -> None:
+    next(engine.generate([[index] for index in range(20)], GREEDY))
+    assert not engine.has_work
+    assert [result.index for result in engine.generate([[1]], GREEDY)] == [0]
+
+
+def test_prompts_are_taken_in_as_they_are_needed(engine: Engine) -> None:
+    taken = 0
+
+    def prompts() -> Iterator[list[int]]:
+        nonlocal taken
+        for index in range(10_000):
+            taken = index + 1
+            yield [index % 250]
+
+    next(engine.generate(prompts(), GREEDY.override({"max_tokens": 1})))
+    assert taken < 10_000
 
 
 def test_unknown_options_and_impossible_models_are_refused(tiny_model: Path, tmp_path: Path) -> None:
