@@ -173,13 +173,18 @@ class JobSpec(_Section):
         }
         return {
             "model": model,
-            "input": self.input.model_dump(mode="json", exclude={"path", "storage_options"}),
+            "input": self.input.model_dump(mode="json", exclude=_NOT_IN_CONFIGURATION),
             "prompt": self.prompt.model_dump(mode="json"),
             "sampling": self.sampling.model_dump(mode="json"),
             "output": self.output.model_dump(mode="json", include={"format", "columns", "keep_columns"}),
         }
 
 
+_NOT_IN_CONFIGURATION: Any = {  # of the input: where it lies, and what opens it
+    "path": True,
+    "storage_options": True,
+    "dataset_options": {"token", "storage_options", "download_config", "cache_dir"},
+}
 _NOT_YET = {
     "kv_cache_dtype",
     "quantization",

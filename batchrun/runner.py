@@ -242,11 +242,11 @@ class _Run:
             if self._engine is not None:
                 for request in self._engine.step():
                     self._finish_row(request)
-            self._close_splits(feed, writer, progress)
             if self.output.lease.lost:
                 raise StoppedError(f"{self.output.store.url}: another process took this output over; its results stand")
-            self._check_errors()
-            if self.stop.reason is not None:
+            self._check_errors(writer)
+            self._close_splits(feed, writer, progress)
+            if self._open and self.stop.reason is not None:
                 self._stop(writer, progress)
                 return
             if writer.due or len(self._results) >= _MAX_RESULTS:
@@ -359,10 +359,15 @@ class _Run:
         # Rows that an earlier attempt began and this one has not reached stay known by that attempt's snapshot.
         writer.checkpoint(results, partials, engine, self._status())
 
-    def _check_errors(self) -> None:
-        if self.errors and self.job.errors.on_error == "fail":
-            first = next(r for r in self._results if isinstance(r, RowResult) and r.error)
-            raise ThresholdError(f"row {first.row}: {first.error} (errors.on_error is fail)")
+    def _check_errors(self, writer: _Writer) -> None:
+        """End the run where its first error has to: good rows become durable, so that only bad ones are run again."""
+        if not self.errors or self.job.errors.on_error == "record":
+            return
+        failed = next(result for result in self._results if isinstance(result, RowResult))
+        self._results = [result for result in self._results if not isinstance(result, RowResult)]
+        self._checkpoint(writer)
+        key = self._open[failed.split].split.file.key
+        raise ThresholdError(f"{key}: row {failed.row}: {failed.error} (errors.on_error is fail)")
 
     def _stop(self, writer: _Writer, progress: Progress) -> None:
         """Settle the step in flight and make everything durable that is known."""

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
+
 
 def write_rows(path: Path, rows: Sequence[Any]) -> Path:
     """A JSONL file; text among ``rows`` is written as it is."""
@@ -28,3 +30,18 @@ def write_job(folder: Path, reference: Path, rows: Sequence[Any], **sections: An
     path = folder / "job.yaml"
     path.write_text(json.dumps(job, indent=1), encoding="utf-8")  # JSON is YAML
     return path
+
+
+def output_rows(folder: Path) -> list[dict[str, Any]]:
+    """The records of the parts in ``folder/out``, in order; JSON has to be strict."""
+    records: list[dict[str, Any]] = []
+    for part in sorted((folder / "out").glob("part-*")):
+        if part.suffix == ".parquet":
+            records += pq.read_table(part, partitioning=None).to_pylist()
+        else:
+            records += [json.loads(line, parse_constant=_not_json) for line in part.open(encoding="utf-8")]
+    return records
+
+
+def _not_json(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
