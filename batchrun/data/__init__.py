@@ -1,0 +1,11 @@
+"""Rows in, prompts made, results out. Nothing here imports torch.
+
+=================  ==================================================================================
+`rows`             the records that pass between the parts
+`json_text`        strict JSON that changes no value
+reading            `source`: `files`, `jsonl`, `compression`, `parquet`, `hub`, `filters`
+prompting          `prompt`: `template`; in a process of its own: `feed`, `feed_worker`
+writing            `sink`: `records`, `results`, `parts`, `columns`
+storing            `store`: durable files and exclusive creation; `lease`: who may write
+=================  ==================================================================================
+"""

@@ -1,0 +1,14 @@
+"""The engine: continuous batching over a paged, prefix-sharing KV cache.
+
+============  ======================================================================================
+`engine`      the loop, and `Engine` for Python users
+`request`     what passes through it: requests, steps, what a step gives back (no torch)
+`scheduler`   which tokens of which request run in the next step (no torch)
+`blocks`      paged KV bookkeeping and the prefix cache (no torch)
+`batch`       the flat arrays of a step
+`executor`    runs steps on the device, in order
+`sampler`     logits to tokens and log-probabilities; `noise`: their randomness
+`stop`        when a request ends, and its text
+`memory`      what a model needs of a machine (no torch)
+============  ======================================================================================
+"""

@@ -1,0 +1,104 @@
+"""The demo's model: its answers are those of transformers, and the reproducible mode keeps its bits on it."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from batchrun import Engine, SamplingParams
+from batchrun.bench import DEMO_MODEL, transformers_model
+from batchrun.engine.engine import Result
+from batchrun.errors import JobError
+from batchrun.model_files import ModelFiles, resolve
+from tests.models import greedy_with
+
+pytestmark = pytest.mark.slow
+
+ROWS = Path(__file__).parents[1] / "examples" / "data" / "messages.jsonl"
+NEW_TOKENS = 24
+NEAR_TIE = 1e-3  # logits closer than this may swap between two correct float32 programs
+
+
+@pytest.fixture(scope="module")
+def files() -> ModelFiles:
+    try:
+        return resolve(DEMO_MODEL)
+    except JobError as error:
+        pytest.skip(f"the demo's model cannot be fetched: {error}")
+
+
+@pytest.fixture(scope="module")
+def prompts(files: ModelFiles) -> list[list[int]]:
+    from batchrun.tokenization.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(files)
+    rows = [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()[:24]]
+    system = {"role": "system", "content": "Sum up the customer's message in one sentence."}
+    chats = [tokenizer.render_chat([system, {"role": "user", "content": row["text"]}]) for row in rows]
+    return [tokenizer.encode(chat, add_special_tokens=False) for chat in chats]
+
+
+Reference = tuple[Any, list[list[int]]]
+
+
+@pytest.fixture(scope="module")
+def reference(files: ModelFiles, prompts: list[list[int]]) -> Reference:
+    """transformers' model, and its answers to the first twelve prompts."""
+    model = transformers_model(files, torch.float32)
+    return model, [greedy_with(model, prompt, NEW_TOKENS) for prompt in prompts[:12]]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"enable_prefix_caching": False, "max_num_batched_tokens": 48, "max_num_seqs": 16}, {"reproducible": True}],
+    ids=str,
+)
+def test_greedy_answers_are_those_of_transformers(
+    files: ModelFiles, prompts: list[list[int]], reference: Reference, options: dict[str, object]
+) -> None:
+    engine = Engine(files, dtype="float32", max_model_len=512, kv_cache_memory="128MiB", **options)
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    answers = {result.index: list(result.token_ids) for result in engine.generate(prompts, params)}
+    engine.close()
+    model, answered = reference
+    for index, wanted in enumerate(answered):
+        if answers[index] == wanted:
+            continue
+        at = next(i for i, (ours, theirs) in enumerate(zip(answers[index], wanted, strict=True)) if ours != theirs)
+        with torch.inference_mode():
+            first, second = model(torch.tensor([prompts[index] + wanted[:at]])).logits[0, -1].topk(2).values.tolist()
+        print(f"row {index} differs at token {at}, where the two best logits are {first - second:.2g} apart")
+        assert first - second < NEAR_TIE
+
+
+@pytest.fixture(scope="module")
+def reproducible(files: ModelFiles) -> Iterator[Engine]:
+    engine = Engine(files, dtype="float32", reproducible=True, max_model_len=512, kv_cache_memory="128MiB")
+    yield engine
+    engine.close()
+
+
+def test_reproducible_bits_alone_and_in_company(reproducible: Engine, prompts: list[list[int]]) -> None:
+    params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=12, seed=7, ignore_eos=True, logprobs=1)
+
+    def run(chosen: list[int]) -> dict[int, tuple[tuple[int, ...], list[object]]]:
+        reproducible.reset_prefix_cache()
+        results: list[Result] = list(reproducible.generate([prompts[index] for index in chosen], params))
+        return {
+            chosen[result.index]: (result.token_ids, [(e.logprob, e.top) for e in result.logprobs or ()])
+            for result in results
+        }
+
+    everything = list(range(len(prompts)))
+    whole = run(everything)
+    random.Random(3).shuffle(everything)
+    assert run(everything) == whole
+    assert {index: outcome for index in (0, 5, 11) for outcome in run([index]).values()} == {
+        index: whole[index] for index in (0, 5, 11)
+    }
