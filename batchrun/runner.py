@@ -17,6 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from importlib import import_module
 from importlib.metadata import version
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -228,6 +229,7 @@ class _Run:
                 Feed(self.job.input, self.job.prompt, self.job.sampling, self.ready.model, self.ready.max_model_len)
             )
             self._request_splits(feed)
+            import_module("batchrun.engine.engine")  # takes seconds, in which the feed prepares the first rows
             self._writer = stack.enter_context(
                 _Writer(self.output, self.ready.source, self.job.output.checkpoint_seconds)
             )
@@ -440,9 +442,13 @@ class _Writer:
 
     @property
     def due(self) -> bool:
-        """Whether to take a checkpoint now, for the next to be durable within the interval after this one's state."""
+        """Whether to take a checkpoint now, for it to be durable within the interval after the last one's state.
+
+        A fifth of the interval is left for a step that takes long, and for storage that is slower than it was.
+        """
         busy = any(not future.done() for future in self._pending)
-        return not busy and time.monotonic() - self._taken >= max(0.5 * self._interval, self._interval - 2 * self._took)
+        age = time.monotonic() - self._taken
+        return not busy and age >= max(0.5 * self._interval, 0.8 * self._interval - 2 * self._took)
 
     def checkpoint(
         self,
