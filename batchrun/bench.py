@@ -94,6 +94,8 @@ def run_bench(
     engine_spec = job.engine if threads is None else job.engine.model_copy(update={"num_threads": threads})
     workload = _workload(job, files, spec, limit)
     measured = [_measure_engine(files, spec, engine_spec, workload)]
+    if against is not None and resolve_device(job.engine.device) != "cpu":
+        raise JobError("--against compares on a CPU; set engine.device to cpu")
     if against is not None:
         measured.append(_measure_transformers(files, resolve_dtype(spec.dtype, "cpu"), workload))
     return _to_json(measured) if as_json else _describe(measured, workload)

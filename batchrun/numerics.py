@@ -4,13 +4,17 @@ from __future__ import annotations
 
 
 def numerics(device: str, dtype: str, *, reproducible: bool) -> str:
-    """A short description of device, libraries and kernels; ``any`` where a job does not ask for the same bits."""
+    """A short description of device, libraries and kernels; ``any`` where a job does not ask for the same bits.
+
+    Raises JobError where the reproducible mode is not to be had.
+    """
     if not reproducible:
         return "any"
     import torch
 
     from batchrun.ops import backend
 
-    ops = backend(torch.device(device), getattr(torch, dtype), reproducible=True)
-    where = torch.cuda.get_device_name() if device == "cuda" else torch.backends.cpu.get_cpu_capability()
-    return f"{ops.__name__.rpartition('.')[2]} on {device} {where}, torch {torch.__version__}"
+    ops = backend(torch.device(device), getattr(torch, dtype), reproducible=True).__name__.rpartition(".")[2]
+    capability = torch.backends.cpu.get_cpu_capability()
+    products = "native" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32"
+    return f"{ops} on {device} {capability}, bfloat16 products {products}, torch {torch.__version__}"

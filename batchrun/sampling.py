@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+_GREEDY_BELOW = 1e-5  # temperatures by which logits cannot be divided; as in vLLM
+
 
 class SamplingParams(BaseModel):
     """Sampling parameters of one request.
@@ -80,7 +82,7 @@ class SamplingParams(BaseModel):
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0
+        return self.temperature < _GREEDY_BELOW
 
     @property
     def has_penalties(self) -> bool:

@@ -9,20 +9,8 @@ import torch
 from torch import Tensor
 
 from batchrun.engine.request import Request, Step, StepRow
+from batchrun.ops.attention_batch import AttentionBatch
 from batchrun.sampling import SamplingParams
-
-
-@dataclass(frozen=True, slots=True)
-class Attention:
-    """What attention and the KV write need to know of a step, for one KV group. All int32 but ``slots``.
-
-    Row ``i``'s queries are the last ``cu_q[i + 1] - cu_q[i]`` of its ``kv_len[i]`` positions.
-    """
-
-    cu_q: Tensor  # [B + 1]
-    kv_len: Tensor  # [B]
-    block_table: Tensor  # [B, P] block ids; entries past a row's length, or behind its window, are 0
-    slots: Tensor  # [T] int64, block * block_size + offset: where each token's KV goes
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +42,14 @@ class Batch:
     uploads: list[tuple[int, np.ndarray]]  # (slot, token ids): requests that are new on the device
     token_rows: Tensor  # [T] int64: row of the token buffer
     positions: Tensor  # [T] int64
-    groups: list[Attention]
+    groups: list[AttentionBatch]
     logit_rows: Tensor  # [S] int64: tokens whose logits are sampled from
     samples: list[SampleRow]  # S of them
     scored: list[ScoredRow | None]  # one per row of the step
 
 
 def build_batch(step: Step, block_size: int, n_groups: int) -> Batch:
-    """Lay out a step. Cost is linear in rows and tokens; nothing here touches the device."""
+    """Lay out a step. Cost is linear in tokens and in the blocks that its rows hold; nothing here touches the device."""
     rows = step.rows
     starts = np.fromiter((row.start for row in rows), np.int64, len(rows))
     counts = np.fromiter((row.n for row in rows), np.int64, len(rows))
@@ -75,7 +63,7 @@ def build_batch(step: Step, block_size: int, n_groups: int) -> Batch:
     for group in range(n_groups):
         table = _block_table([row.request.blocks[group] for row in rows])
         slots = table[row_of_token, positions // block_size].astype(np.int64) * block_size + positions % block_size
-        groups.append(Attention(cu_q, kv_len, torch.from_numpy(table), torch.from_numpy(slots)))
+        groups.append(AttentionBatch(cu_q, kv_len, torch.from_numpy(table), torch.from_numpy(slots)))
     return Batch(
         uploads=[(request.slot, np.asarray(request.tokens, np.int64)) for request in step.admitted],
         token_rows=torch.from_numpy(buffer_rows[row_of_token]),

@@ -16,7 +16,7 @@ from batchrun.engine import memory
 from batchrun.engine.batch import build_batch
 from batchrun.engine.blocks import BlockPool
 from batchrun.engine.executor import Executor
-from batchrun.engine.request import Request, Step, StepOutput, noise_key
+from batchrun.engine.request import NO_TOKEN, Request, Step, StepOutput, noise_key
 from batchrun.engine.scheduler import KVGroup, Limits, Scheduler
 from batchrun.engine.stop import finish_reason, output_text
 from batchrun.errors import JobError
@@ -114,9 +114,7 @@ class Engine:
             num_threads=None if spec.num_threads == "auto" else spec.num_threads,
         )
         limits = Limits(max_num_seqs, memory.resolve_max_num_batched_tokens(spec, device), spec.enable_prefix_caching)
-        groups = [
-            KVGroup(tuple(i for i, w in enumerate(config.windows) if w == window), window) for window in decoder.windows
-        ]
+        groups = [KVGroup(window) for window in decoder.windows]
         self.scheduler = Scheduler(groups, [BlockPool(n_blocks, spec.block_size) for _ in groups], limits)
 
     # ---- requests
@@ -131,7 +129,7 @@ class Engine:
     ) -> Request:
         """A request for `add`. ``output_ids`` were generated earlier: they are prefilled, and generation goes on.
 
-        Raises ValueError where the model cannot take the prompt.
+        Raises ValueError where the model cannot take the prompt, or ``output_ids`` leave nothing to generate.
         """
         if not prompt_ids:
             raise ValueError("the prompt has no tokens")
@@ -140,6 +138,9 @@ class Engine:
         vocab_size = self.executor.model.config.vocab_size
         if not 0 <= min(prompt_ids) <= max(prompt_ids) < vocab_size:
             raise ValueError(f"the prompt has token ids outside the vocabulary of {vocab_size}")
+        max_total = min(len(prompt_ids) + params.max_tokens, self.max_model_len)
+        if len(prompt_ids) + len(output_ids) >= max_total:
+            raise ValueError(f"all {len(output_ids)} tokens that the parameters allow were generated before")
         eos = () if params.ignore_eos else self.tokenizer.eos_token_ids
         return Request(
             key=key,
@@ -147,8 +148,8 @@ class Engine:
             n_prompt=len(prompt_ids),
             params=params,
             noise_key=noise,
-            stop_ids=frozenset(eos) | frozenset(i for i in params.stop_token_ids if i < vocab_size),
-            max_total=min(len(prompt_ids) + params.max_tokens, self.max_model_len),
+            stop_ids=frozenset(i for i in (*eos, *params.stop_token_ids) if i < vocab_size),
+            max_total=max_total,
         )
 
     def add(self, request: Request) -> None:
@@ -181,14 +182,19 @@ class Engine:
 
     def abort(self) -> None:
         """Drop every request that has not finished."""
-        self.drain()
+        step, self._in_flight = self._in_flight, None
+        if step is not None:
+            step[1].exception()  # waits; what it did no longer matters
         for request in self.unfinished():
             self.scheduler.finish(request, "abort")
 
     def _settle(self, step: Step, running: Future[StepOutput]) -> list[Request]:
         finished = []
         for request in self.scheduler.settle(step, running.result()):
-            reason = finish_reason(request, self.tokenizer)
+            if request.tokens[-1] == NO_TOKEN:
+                request.tokens.pop()
+                request.error = "the model's logits are not numbers; another dtype may help"
+            reason = "error" if request.error else finish_reason(request, self.tokenizer)
             if reason is not None:
                 self.scheduler.finish(request, reason)
                 finished.append(request)
@@ -224,8 +230,8 @@ class Engine:
             pool.clear_cache()
 
     def close(self) -> None:
-        """Stop the executor's thread."""
-        self.drain()
+        """Drop what is in work and stop the executor's thread."""
+        self.abort()
         self.executor.close()
 
     # ---- for Python users
@@ -239,6 +245,8 @@ class Engine:
         A prompt that cannot run yields a `Result` with ``error``; the others are not affected. ``seed`` None draws
         fresh noise for every prompt.
         """
+        if self.has_work:
+            raise RuntimeError("this engine is at work already: take or close the results of the earlier call first")
         entropy = os.urandom(8).hex()
         numbered = enumerate(prompts)
         more = True
@@ -275,11 +283,15 @@ class Engine:
             return self.tokenizer.encode(prompt, add_special_tokens=True)
         messages = [dict(item) for item in prompt if isinstance(item, Mapping)]
         if messages:
+            if len(messages) < len(prompt):
+                raise ValueError("a prompt is text, token ids or messages, not a mixture")
             return self.tokenizer.encode(self.tokenizer.render_chat(messages), add_special_tokens=False)
         return [int(item) for item in prompt if not isinstance(item, Mapping)]
 
     def _result(self, request: Request) -> Result:
         params = request.params
+        if request.error is not None:
+            return Result(request.key, error=request.error)
         return Result(
             index=request.key,
             text=self.text(request),

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from batchrun.data.rows import TokenLogprob
-from batchrun.engine.batch import Attention, Batch, ScoredRow
+from batchrun.engine.batch import Batch, ScoredRow
 from batchrun.engine.request import StepOutput
 from batchrun.engine.sampler import logprobs, sample
 from batchrun.models.decoder import Decoder, KVCache
+from batchrun.ops.attention_batch import AttentionBatch
 
 _CACHE_LINE = 64  # bytes
 _LOGIT_ROWS = 256  # rows of logits that exist at once while prompts are scored
@@ -67,7 +68,7 @@ class Executor:
         positions = batch.positions.to(self.device)
         ids = self.tokens[batch.token_rows.to(self.device), positions]
         groups = [
-            Attention(g.cu_q.to(self.device), g.kv_len.to(self.device), g.block_table.to(self.device),
+            AttentionBatch(g.cu_q.to(self.device), g.kv_len.to(self.device), g.block_table.to(self.device),
                       g.slots.to(self.device)) for g in batch.groups
         ]  # fmt: skip
         hidden = self.model.forward(ids, positions, groups, self.caches)
@@ -79,8 +80,10 @@ class Executor:
         raw = logits.clone() if any(count is not None for count in top) else logits
         chosen = sample(logits, batch.samples, self.tokens)
         slots = torch.tensor([row.slot for row in batch.samples], device=self.device)
-        self.tokens[slots, torch.tensor([row.position for row in batch.samples], device=self.device)] = chosen
-        return StepOutput(chosen.tolist(), logprobs(raw, chosen, top), scored)
+        self.tokens[slots, torch.tensor([row.position for row in batch.samples], device=self.device)] = chosen.clamp(
+            min=0
+        )
+        return StepOutput(chosen.tolist(), logprobs(raw, chosen.clamp(min=0), top), scored)
 
     def _score(self, hidden: Tensor, row: ScoredRow) -> list[TokenLogprob]:
         """Log-probabilities of a run of prompt tokens, a bounded number of logit rows at a time."""

@@ -120,9 +120,17 @@ def resolve_max_num_seqs(spec: EngineSpec, device: Device) -> int:
 
 
 def resolve_max_num_batched_tokens(spec: EngineSpec, device: Device) -> int:
-    """Most tokens that one step computes: never fewer than one for each running sequence."""
+    """Most tokens that one step computes.
+
+    Raises JobError where it is less than one for each running sequence.
+    """
     if spec.max_num_batched_tokens == "auto":
         return max(_MAX_NUM_BATCHED_TOKENS[device], resolve_max_num_seqs(spec, device))
+    if spec.max_num_batched_tokens < (running := resolve_max_num_seqs(spec, device)):
+        raise JobError(
+            f"engine.max_num_batched_tokens: {spec.max_num_batched_tokens} is below max_num_seqs ({running}): every "
+            "running sequence takes at least one token of a step"
+        )
     return spec.max_num_batched_tokens
 
 
@@ -162,7 +170,7 @@ def kv_budget(spec: EngineSpec, device: Device, *, bytes_per_token: int, max_mod
     """Bytes of the KV pool, ``engine.kv_cache_memory`` or what ``auto`` comes to; a multiple of the block's bytes.
 
     ``free`` is the memory that may be taken: on a CPU :func:`available_memory`, on a GPU what
-    ``gpu_memory_utilization`` leaves beside weights and activations, all of which ``auto`` takes there.
+    ``gpu_memory_utilization`` leaves beside weights, all of which ``auto`` takes there.
 
     Raises JobError when the budget cannot hold one sequence of ``max_model_len`` tokens.
     """

@@ -6,16 +6,15 @@ the same way on every device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
+
+from batchrun.ops.tiles import tiled
 
 _MASK = 0xFFFFFFFF
 _MULTIPLY = (0xD2511F53, 0xCD9E8D57)
 _BUMP = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
-_TILE = 16_384  # elements; below torch's parallel grain and a multiple of every vector width
 
 MAX_GUMBEL = 17.4  # -log(-log(u)) of the largest u that `uniform` draws is below this
 
@@ -44,17 +43,3 @@ def uniform(key: Tensor, position: Tensor, word: Tensor) -> Tensor:
 def gumbel(key: Tensor, position: Tensor, word: Tensor) -> Tensor:
     """Standard Gumbel noise, float32: adding it to logits and taking the largest samples their softmax."""
     return tiled(lambda u: -torch.log(-torch.log(u)), uniform(key, position, word)).float()
-
-
-def tiled(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """An elementwise function applied in tiles of a fixed size, so that each element's bits depend on it alone.
-
-    torch computes the elements beyond the last full vector, of the tensor or of a thread's share, by another routine.
-    """
-    flat = x.reshape(-1)
-    n = flat.numel()
-    if n == 0:
-        return function(x)
-    padded = flat.new_ones(-(-n // _TILE) * _TILE)
-    padded[:n] = flat
-    return torch.cat([function(tile) for tile in padded.split(_TILE)])[:n].view(x.shape)

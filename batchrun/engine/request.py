@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from enum import Enum
 from hashlib import blake2b
@@ -9,6 +10,8 @@ from typing import Any
 
 from batchrun.data.rows import TokenLogprob
 from batchrun.sampling import SamplingParams
+
+NO_TOKEN = -1
 
 
 class State(Enum):
@@ -37,12 +40,13 @@ class Request:
     pending: int = 0
     state: State = State.WAITING
     slot: int = -1  # row of the device's token buffer while running
-    incarnation: int = 0  # counts admissions: what a step in flight did for an earlier one is not published
+    incarnation: int = 0  # counts preemptions: what a step in flight did for an earlier one is not published
     blocks: list[list[int]] = field(default_factory=list)  # per KV group, in order of position
     published: int = 0  # leading blocks that were offered to the prefix cache
     hashes: list[bytes] = field(default_factory=list)  # chained hashes of the leading full blocks of tokens
     cached: int = 0  # tokens that the prefix cache supplied at the last admission
     finish_reason: str | None = None
+    error: str | None = None  # why it failed, in place of an answer
     text: str | None = None  # set early where a stop string ended it
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -76,7 +80,7 @@ class Request:
 def hash_block(parent: bytes, tokens: list[int]) -> bytes:
     """Identity of a block of tokens and of all before it: 128 bits of BLAKE2b, so collisions are out of reach."""
     digest = blake2b(parent, digest_size=16)
-    digest.update(b"".join(token.to_bytes(4, "little") for token in tokens))
+    digest.update(array("I", tokens).tobytes())
     return digest.digest()
 
 
@@ -101,19 +105,14 @@ class StepRow:
 class Step:
     """What one forward pass computes. ``admitted`` requests are new on the device: their tokens are uploaded first."""
 
-    number: int
     rows: list[StepRow]
     admitted: list[Request]
-
-    @property
-    def n_tokens(self) -> int:
-        return sum(row.n for row in self.rows)
 
 
 @dataclass(slots=True)
 class StepOutput:
     """Per sampling row, in the step's order: the sampled id and, where asked for, log-probabilities."""
 
-    token_ids: list[int]
+    token_ids: list[int]  # NO_TOKEN where the logits were not numbers
     logprobs: list[TokenLogprob | None]
     prompt_logprobs: list[list[TokenLogprob]]  # per row of the step: of the prompt tokens after each position computed

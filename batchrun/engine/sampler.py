@@ -15,6 +15,8 @@ from torch import Tensor
 from batchrun.data.rows import TokenLogprob
 from batchrun.engine.batch import SampleRow
 from batchrun.engine.noise import MAX_GUMBEL, gumbel
+from batchrun.engine.request import NO_TOKEN
+from batchrun.ops.tiles import tiled
 from batchrun.sampling import SamplingParams
 
 _PROBE = 16  # most likely tokens whose noise is drawn first, for a score to beat
@@ -25,8 +27,10 @@ def sample(logits: Tensor, rows: Sequence[SampleRow], token_buffer: Tensor) -> T
     """Choose a token for each row.
 
     ``logits`` [S, V] float32 is modified in place. ``token_buffer`` [slots, length] int64 holds each request's tokens
-    up to its row's position. Returns [S] int64 ids on the logits' device.
+    up to its row's position. Returns [S] int64 ids on the logits' device, `NO_TOKEN` where logits are not numbers.
     """
+    broken = logits.isnan().any(dim=-1)
+    logits.masked_fill_(broken[:, None], 0.0)
     for index, row in enumerate(rows):
         _adjust(logits[index], row, token_buffer)
     best = _first_largest(logits)
@@ -34,7 +38,7 @@ def sample(logits: Tensor, rows: Sequence[SampleRow], token_buffer: Tensor) -> T
     if drawn:
         at = torch.tensor(drawn, device=logits.device)
         best[at] = _draw(logits[at], [rows[i] for i in drawn])
-    return best
+    return best.masked_fill(broken, NO_TOKEN)
 
 
 def _first_largest(logits: Tensor) -> Tensor:
@@ -76,11 +80,11 @@ def _draw(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     values, ids = scaled.topk(min(_PROBE, scaled.shape[1]), dim=-1)
     reached = (values + gumbel(key[:, None], position[:, None], ids)).amax(dim=-1)
     floor = reached - MAX_GUMBEL
-    for index, row in enumerate(rows):
-        params = row.params
-        if params.min_p > 0 or params.top_k > 0 or params.top_p < 1:
-            # What the probe reached may be filtered out, so the filter alone decides.
-            floor[index] = _cutoff(scaled[index], params)
+    filtered = [index for index, row in enumerate(rows) if _filters(row.params)]
+    if filtered:
+        # What the probe reached may be filtered out, so the filter alone decides.
+        at = torch.tensor(filtered, device=device)
+        floor[at] = _cutoffs(scaled[at], [rows[index].params for index in filtered])
     line, token = (scaled >= floor[:, None]).nonzero(as_tuple=True)
     score = scaled[line, token] + gumbel(key[line], position[line], token)
     best = torch.full_like(floor, -math.inf).scatter_reduce_(0, line, score, "amax")
@@ -88,21 +92,49 @@ def _draw(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     return _smallest(line[wins], token[wins], len(rows), scaled.shape[1])
 
 
-def _cutoff(row: Tensor, params: SamplingParams) -> Tensor:
-    """The smallest scaled logit that ``min_p``, ``top_k`` and ``top_p`` keep, applied in this order, of a row [V]."""
-    size = len(row)
-    cut = row.max() + math.log(params.min_p) if params.min_p > 0 else row.new_tensor(-math.inf)
-    if 0 < params.top_k < size:
-        cut = torch.maximum(cut, row.topk(params.top_k).values[-1])
-    if params.top_p < 1:
-        total = row.masked_fill(row < cut, -math.inf).logsumexp(-1)
-        for count in (min(_HEAD, size), size):
-            head = row.topk(count).values
-            mass = (head - total).exp()
-            kept = int((mass.cumsum(-1) - mass < params.top_p).sum())  # those preceded by less than top_p
-            if kept < count:
-                break
-        cut = torch.maximum(cut, head[kept - 1])
+def _filters(params: SamplingParams) -> bool:
+    return params.min_p > 0 or params.top_k > 0 or params.top_p < 1
+
+
+def _cutoffs(scaled: Tensor, rows: Sequence[SamplingParams]) -> Tensor:
+    """The smallest logit of each row [R, V] that ``min_p``, ``top_k`` and ``top_p`` keep, applied in this order; [R]."""
+    size = scaled.shape[1]
+    largest = scaled.amax(dim=-1)
+    ratios = [math.log(row.min_p) if row.min_p > 0 else -math.inf for row in rows]
+    cut = largest + torch.tensor(ratios, dtype=scaled.dtype, device=scaled.device)
+    counts = [min(row.top_k, size) if row.top_k > 0 else size for row in rows]
+    if any(count < size for count in counts):
+        most = max(count for count in counts if count < size)
+        wanted = torch.tensor([min(count, most) - 1 for count in counts], device=scaled.device)
+        least = scaled.topk(most, dim=-1).values.gather(1, wanted[:, None])[:, 0]
+        limited = torch.tensor([count < size for count in counts], device=scaled.device)
+        cut = torch.where(limited, torch.maximum(cut, least), cut)
+    by_mass = [index for index, row in enumerate(rows) if row.top_p < 1]
+    if by_mass:
+        at = torch.tensor(by_mass, device=scaled.device)
+        mass = torch.tensor([rows[index].top_p for index in by_mass], dtype=scaled.dtype, device=scaled.device)
+        left = scaled[at].masked_fill(scaled[at] < cut[at, None], -math.inf)
+        cut[at] = torch.maximum(cut[at], _mass_cutoffs(left, largest[at], mass))
+    return cut
+
+
+def _mass_cutoffs(logits: Tensor, largest: Tensor, mass: Tensor) -> Tensor:
+    """The smallest logit of each row [R, V] in its smallest set of largest ones that holds ``mass`` [R]; [R].
+
+    Tokens are looked for among the `_HEAD` most likely, and where these hold too little among all.
+    """
+    total = largest - torch.log_softmax(logits, dim=-1).amax(dim=-1)
+    size = logits.shape[1]
+    cut = torch.full_like(largest, -math.inf)
+    open_rows = torch.arange(len(logits), device=logits.device)
+    for count in (min(_HEAD, size), size):
+        head = logits[open_rows].topk(count, dim=-1).values
+        shares = tiled(torch.exp, head - total[open_rows, None])
+        kept = (shares.cumsum(-1) - shares < mass[open_rows, None]).sum(-1)  # those preceded by less than the mass
+        cut[open_rows] = head.gather(1, (kept - 1).clamp(min=0)[:, None])[:, 0]
+        open_rows = open_rows[kept == count]
+        if count == size or len(open_rows) == 0:
+            break
     return cut
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import repeat
 
 from batchrun.engine.blocks import BlockPool
 from batchrun.engine.request import Request, State, Step, StepOutput, StepRow
@@ -23,14 +24,13 @@ _LENGTH_QUANTILE = 0.9
 class KVGroup:
     """Layers whose KV is kept alike. ``window`` is the number of positions a query sees, itself included; None: all."""
 
-    layers: tuple[int, ...]
     window: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     max_num_seqs: int  # running requests
-    max_num_batched_tokens: int  # tokens in a step; at least max_num_seqs
+    max_num_batched_tokens: int  # tokens in a step: at least max_num_seqs, so that every running request gets one
     enable_prefix_caching: bool = True
 
 
@@ -58,7 +58,7 @@ class Scheduler:
         self._slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._computing: dict[bytes, Request] = {}  # first unpublished prompt block -> who computes it
         self._lengths: deque[int] = deque(maxlen=_LENGTH_SAMPLES)
-        self._step_number = 0
+        self._expected_output: int | None = None  # tokens; None: too few requests have finished to tell
 
     # ---- what the engine calls
 
@@ -76,10 +76,9 @@ class Scheduler:
         admitted = [] if preempted else self._admit(rows)
         if not rows:
             return None
-        self._step_number += 1
         self.counters.steps += 1
         self.counters.computed_tokens += sum(row.n for row in rows)
-        return Step(self._step_number, rows, admitted)
+        return Step(rows, admitted)
 
     def settle(self, step: Step, output: StepOutput) -> list[Request]:
         """Append what ``step`` sampled and publish the blocks that it filled; returns the requests that sampled."""
@@ -108,12 +107,19 @@ class Scheduler:
         """End a request (settled tokens decide when, so the engine calls this): its blocks and slot are free again."""
         if request.state is State.RUNNING:
             self.running.remove(request)
-            self._lengths.append(request.n_output)
+            self._note_length(request)
             self._vacate(request)
         elif request.state is State.WAITING:
             self.waiting.remove(request)
         request.state = State.FINISHED
         request.finish_reason = reason
+
+    def _note_length(self, request: Request) -> None:
+        if request.params.ignore_eos:
+            return
+        self._lengths.append(request.n_output)
+        if len(self._lengths) * 8 >= _LENGTH_SAMPLES:
+            self._expected_output = sorted(self._lengths)[int(_LENGTH_QUANTILE * (len(self._lengths) - 1))]
 
     def preempt_newest(self) -> bool:
         """Take the newest running request's blocks; it will be computed anew. False when nothing runs."""
@@ -200,19 +206,19 @@ class Scheduler:
 
     def _admit(self, rows: list[StepRow]) -> list[Request]:
         admitted: list[Request] = []
+        if not self.waiting or not self._slots:
+            return admitted
         budget = self.limits.max_num_batched_tokens - sum(row.n for row in rows)
-        promised = sum(self._expected_blocks(r) - len(r.blocks[0]) for r in self.running)
+        promised = [sum(map(self._missing_blocks, self.running, repeat(index))) for index in range(len(self.pools))]
         passed_over: list[Request] = []
         while self.waiting and self._slots and budget > 0 and len(passed_over) < _ADMISSION_LOOKAHEAD:
             request = self.waiting.popleft()
             if request.pending or self._prefix_in_progress(request):
                 passed_over.append(request)
                 continue
-            growth = self._try_admit(request, budget, promised, alone=not self.running)
-            if growth is None:
+            if not self._try_admit(request, budget, promised, alone=not self.running):
                 passed_over.append(request)
                 break
-            promised += growth
             admitted.append(request)
             row = self._advance(request, min(request.known - request.computed, budget))
             rows.append(row)
@@ -220,21 +226,21 @@ class Scheduler:
         self.waiting.extendleft(reversed(passed_over))
         return admitted
 
-    def _try_admit(self, request: Request, budget: int, promised: int, *, alone: bool) -> int | None:
-        """Give the request cached blocks, a slot and blocks for its first chunk; None when it does not fit.
+    def _try_admit(self, request: Request, budget: int, promised: list[int], *, alone: bool) -> bool:
+        """Give the request cached blocks, a slot and blocks for its first chunk, if it fits.
 
-        Returns how many blocks more it is expected to take later, which admissions after it must leave free.
+        ``promised`` counts, per pool, the blocks that running requests are expected to take later; it is kept up.
         """
         hit = self._longest_hit(request)
         first_chunk = min(len(request.tokens) - hit * self.block_size, budget)
         now = -(-(hit * self.block_size + first_chunk) // self.block_size) - hit
-        expected = self._expected_blocks(request)
         revived = [self._hit_blocks(request, hit, index) for index in range(len(self.pools))]
-        for pool, blocks in zip(self.pools, revived, strict=True):
-            idle = sum(1 for block in blocks if block and pool.is_free(block))
-            room = pool.n_free - idle
-            if room < now or (not alone and room - promised < expected - hit):
-                return None
+        for index, (pool, blocks) in enumerate(zip(self.pools, revived, strict=True)):
+            held = [block for block in blocks if block]
+            room = pool.n_free - sum(map(pool.is_free, held))
+            later = max(now, self._expected_blocks(request, index) - len(held))
+            if room < now or (not alone and room - promised[index] < later):
+                return False
         for pool, blocks in zip(self.pools, revived, strict=True):
             pool.share(block for block in blocks if block)
         request.blocks = revived
@@ -245,19 +251,28 @@ class Scheduler:
         request.slot = self._slots.pop()
         request.state = State.RUNNING
         self.running.append(request)
+        for index in range(len(self.pools)):
+            promised[index] += self._missing_blocks(request, index)
         self.counters.admitted_tokens += len(request.tokens)
         self.counters.cached_tokens += request.cached
         self._claim(request)
-        return expected - hit - now
+        return True
 
-    def _expected_blocks(self, request: Request) -> int:
-        """Blocks that a request is expected to hold at its end."""
+    def _missing_blocks(self, request: Request, index: int) -> int:
+        """Blocks of a pool that a running request is expected to take on top of those that it holds."""
+        held = request.blocks[index]
+        count = len(held) if self.groups[index].window is None else sum(map(bool, held))
+        return max(0, self._expected_blocks(request, index) - count)
+
+    def _expected_blocks(self, request: Request, index: int) -> int:
+        """Blocks of a pool that a request is expected to hold at its end, or at most while a window slides."""
         limit = request.max_total
-        if not request.params.ignore_eos and len(self._lengths) * 8 >= _LENGTH_SAMPLES:
-            lengths = sorted(self._lengths)
-            limit = request.n_prompt + lengths[int(_LENGTH_QUANTILE * (len(lengths) - 1))]
-        expected = min(max(limit, request.known + 1), request.max_total)
-        return max(-(-expected // self.block_size), len(request.blocks[0]) if request.blocks else 0)
+        if self._expected_output is not None and not request.params.ignore_eos:
+            limit = min(limit, max(request.n_prompt + self._expected_output, request.known + 1))
+        window = self.groups[index].window
+        if window is not None:
+            limit = min(limit, window + self.limits.max_num_batched_tokens + self.block_size)
+        return -(-limit // self.block_size)
 
     # ---- prefix cache
 
@@ -330,7 +345,7 @@ class Scheduler:
         return request.block_hashes(hit + 1, self.block_size)[hit] in self._computing
 
     def _claim(self, request: Request) -> None:
-        """Announce every prompt block that this request will compute and publish."""
+        """Announce every full block of known tokens that this request will compute and publish."""
         if not self._cacheable(request):
             return
         full = len(request.tokens) // self.block_size

@@ -36,16 +36,24 @@ def output_text(request: Request, tokenizer: Tokenizer) -> str:
 
 
 def _cut_at_stop(request: Request, tokenizer: Tokenizer) -> str | None:
-    """The text up to the first stop string, or None while there is none."""
+    """The text up to the first stop string, or None while there is none.
+
+    Stop strings that end within the first ``min_tokens`` tokens do not count.
+    """
     params = request.params
     ids = request.output_ids
+
+    def decode(part: list[int]) -> str:
+        return tokenizer.decode(part, skip_special_tokens=params.skip_special_tokens)
+
     # The newest token completes any match. A character takes at most four tokens of one byte.
-    tail = ids[-(4 * max(map(len, params.stop)) + 4) :]
-    recent = tokenizer.decode(tail, skip_special_tokens=params.skip_special_tokens)
+    recent = decode(ids[-(4 * max(map(len, params.stop)) + 4) :])
     if not any(stop in recent for stop in params.stop):
         return None
-    text = tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
-    found = [(at, stop) for stop in params.stop if (at := text.find(stop)) >= 0]
+    text = decode(ids)
+    before = len(decode(ids[: params.min_tokens])) if params.min_tokens else 0
+    starts = [(text.find(stop, max(0, before - len(stop) + 1)), stop) for stop in params.stop]
+    found = [(at, stop) for at, stop in starts if at >= 0]
     if not found:
         return None
     at, stop = min(found, key=lambda match: match[0])

@@ -29,7 +29,6 @@ class ModelConfig:
     head_dim: int
     norm_eps: float
     rope: RopeConfig
-    max_position: int
     tie_embeddings: bool
     qkv_bias: bool = False
     output_bias: bool = False

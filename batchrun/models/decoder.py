@@ -12,9 +12,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from batchrun.engine.batch import Attention
 from batchrun.models.config import ModelConfig
 from batchrun.models.rope import rope_table
+from batchrun.ops.attention_batch import AttentionBatch
 from batchrun.weights.formats import Dense
 from batchrun.weights.load import Loader
 
@@ -64,8 +64,9 @@ class Decoder:
         self.embedding = loader.take_linear("model.embed_tokens.weight", shape=table, keep_rows=True)
         self.layers = [self._layer(loader, index) for index in range(config.n_layers)]
         self.norm = loader.take("model.norm.weight")
-        tied = config.tie_embeddings or not loader.has("lm_head.weight")
-        self.head = Linear(self.embedding if tied else loader.take_linear("lm_head.weight"))
+        self.head = Linear(
+            self.embedding if config.tie_embeddings else loader.take_linear("lm_head.weight", shape=table)
+        )
         loader.finish()
 
     def _layer(self, loader: Loader, index: int) -> Layer:
@@ -93,7 +94,9 @@ class Decoder:
             place=config.windows[:index].count(window),
         )
 
-    def forward(self, ids: Tensor, positions: Tensor, groups: Sequence[Attention], caches: Sequence[KVCache]) -> Tensor:
+    def forward(
+        self, ids: Tensor, positions: Tensor, groups: Sequence[AttentionBatch], caches: Sequence[KVCache]
+    ) -> Tensor:
         """Hidden states [T, H] of packed tokens ``ids`` [T] at ``positions`` [T], after the final norm.
 
         Writes the tokens' keys and values into ``caches``, which with ``groups`` stand in the order of `windows`.

@@ -38,7 +38,6 @@ def _common(config: Config, **family: Any) -> ModelConfig:
         head_dim=int(config.get("head_dim") or config["hidden_size"] // n_heads),
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         rope=_rope(config),
-        max_position=int(config["max_position_embeddings"]),
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
         **{"windows": (None,) * n_layers, **family},
     )

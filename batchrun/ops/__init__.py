@@ -14,11 +14,17 @@ from types import ModuleType
 
 import torch
 
+from batchrun.errors import JobError
 from batchrun.kernels import cpu
 
 
 def backend(device: torch.device, dtype: torch.dtype, *, reproducible: bool) -> ModuleType:
-    """The fastest operations for ``device`` and ``dtype``; ``reproducible``: where each row's bits are its own."""
+    """The fastest operations for ``device`` and ``dtype``; ``reproducible``: where each row's bits are its own.
+
+    Raises JobError where there are none.
+    """
+    if reproducible and device.type != "cpu":
+        raise JobError(f"model.reproducible is not supported on {device.type}; use engine.device: cpu")
     from batchrun.ops import fixed_native_ops, fixed_ops, native_ops, torch_ops
 
     if device.type == "cpu" and dtype in cpu.DTYPES and cpu.available():

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from batchrun.engine.batch import Attention
-from batchrun.engine.noise import tiled
 from batchrun.ops import torch_ops
+from batchrun.ops.attention_batch import AttentionBatch
+from batchrun.ops.tiles import tiled
 from batchrun.ops.torch_ops import add_rms_norm, rms_norm, rope_kv_write
 from batchrun.weights.formats import Dense
 
@@ -45,7 +45,7 @@ def attention(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    batch: Attention,
+    batch: AttentionBatch,
     *,
     scale: float,
     window: int | None = None,
@@ -72,7 +72,7 @@ def attention(
     return out
 
 
-def _query_tiles(batch: Attention) -> tuple[Tensor, Tensor, Tensor]:
+def _query_tiles(batch: AttentionBatch) -> tuple[Tensor, Tensor, Tensor]:
     """Row, first token and first position of every tile of at most `_QUERIES` queries of one row; int64 each."""
     q_len = batch.cu_q.diff().long()
     tiles = -(-q_len // _QUERIES)
@@ -118,6 +118,7 @@ def _attend_tiles(
         scores = scores.masked_fill(hidden, float("-inf"))
         higher = torch.maximum(best, scores.amax(-1, keepdim=True))
         base = higher.nan_to_num(neginf=0.0)
+        v = v.nan_to_num()  # as in torch_ops
         weights = tiled(torch.exp, scores - base)
         shrink = tiled(torch.exp, best - base)
         total = total * shrink + weights.sum(-1, keepdim=True)

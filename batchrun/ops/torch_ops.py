@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from batchrun.engine.batch import Attention
+from batchrun.ops.attention_batch import AttentionBatch
 from batchrun.weights.formats import Dense
 
 _GATHER_BYTES = 64 << 20  # KV gathered at once for decode rows
@@ -85,7 +85,7 @@ def attention(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    batch: Attention,
+    batch: AttentionBatch,
     *,
     scale: float,
     window: int | None = None,
@@ -133,7 +133,8 @@ def _attend(
 ) -> Tensor:
     """Dense attention of [B, Q, HQ, D] over the blocks of ``table`` [B, P] under ``mask`` [B, Q, P * block_size]."""
     k = k_cache[table.long()].transpose(1, 2).flatten(2, 3)  # [B, HKV, K, D]
-    v = v_cache[table.long()].transpose(1, 2).flatten(2, 3)
+    # Not a number times the zero weight of a masked key would be one too; a row of its own shows by its scores.
+    v = v_cache[table.long()].transpose(1, 2).flatten(2, 3).nan_to_num()
     heads = q.transpose(1, 2)
     if softcap is None:
         attended = functional.scaled_dot_product_attention(

@@ -1,12 +1,10 @@
 """The classes a linear layer's weight can be. Loaders turn every checkpoint format into one of them.
 
 :class:`Dense` is the first. Each later one (``Int8``, ``Int4``, ``Fp8``) has the same few methods, so that a model
-file never knows which it holds: it builds with ``cat``, embeds with ``rows``, and hands the object to ``ops.linear``.
+file never knows which it holds: it embeds with ``rows`` and hands the object to ``ops.linear``.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 
@@ -26,11 +24,6 @@ class Dense:
         self.dtype = data.dtype  # of the activations that are multiplied by it
         self.packed: torch.Tensor | None = None  # the same numbers in oneDNN's layout, once `pack` made it
 
-    @classmethod
-    def cat(cls, parts: Sequence[Dense]) -> Dense:
-        """One weight ``[sum of out, in]`` whose outputs are those of ``parts`` in order."""
-        return parts[0] if len(parts) == 1 else cls(torch.cat([part.dequantize() for part in parts]))
-
     def pack(self, *, keep_rows: bool = False) -> None:
         """Lay the weight out for oneDNN's matrix product. CPU only; without ``keep_rows`` the plain form is freed.
 
@@ -41,10 +34,6 @@ class Dense:
         self.packed = torch.ops.mkldnn._reorder_linear_weight(data if native else data.float(), _PACKED_ROWS)
         if not keep_rows:
             self._data = None
-
-    def unpack(self) -> None:
-        """Go back to plain numbers."""
-        self._data, self.packed = self.dequantize(), None
 
     def dequantize(self) -> torch.Tensor:
         """The weight as plain numbers ``[out, in]``; its own storage where there is one: not to be written to."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -14,10 +15,11 @@ from batchrun.engine.executor import Executor
 from batchrun.engine.request import Request, noise_key
 from batchrun.engine.scheduler import KVGroup, Limits, Scheduler
 from batchrun.model_files import resolve
-from batchrun.models.decoder import Decoder
+from batchrun.models.decoder import Decoder, Linear
 from batchrun.models.families import model_config
 from batchrun.ops import backend
 from batchrun.sampling import SamplingParams
+from batchrun.weights.formats import Dense
 from batchrun.weights.load import Loader, open_weights
 
 MAX_LEN = 256
@@ -35,11 +37,13 @@ def load_decoder(
 
 def unpack(decoder: Decoder) -> Decoder:
     """The same decoder with plain weights, as where oneDNN's layout is not used."""
-    for layer in decoder.layers:
-        for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
-            linear.weight.unpack()
-    decoder.embedding.unpack()
-    decoder.head.weight.unpack()
+
+    def plain(linear: Linear) -> Linear:
+        return replace(linear, weight=Dense(linear.weight.dequantize()))
+
+    names = ("qkv", "output", "gate_up", "down")
+    decoder.layers = [replace(layer, **{n: plain(getattr(layer, n)) for n in names}) for layer in decoder.layers]
+    decoder.head = plain(decoder.head)
     return decoder
 
 
@@ -80,7 +84,7 @@ class Driver:
             max_num_seqs=max_num_seqs,
             max_model_len=MAX_LEN,
         )
-        groups = [KVGroup((), window) for window in decoder.windows]
+        groups = [KVGroup(window) for window in decoder.windows]
         limits = Limits(max_num_seqs, max(budget, max_num_seqs), prefix_caching)
         self.scheduler = Scheduler(groups, [BlockPool(n_blocks, block_size) for _ in groups], limits)
         self.overlap = overlap

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchrun.engine.batch import Attention
 from batchrun.engine.noise import gumbel, philox
 from batchrun.engine.request import Request
 from batchrun.engine.scheduler import Scheduler
 from batchrun.kernels import cpu
 from batchrun.ops import backend, fixed_native_ops, fixed_ops, torch_ops
+from batchrun.ops.attention_batch import AttentionBatch
 from batchrun.sampling import SamplingParams
 from batchrun.weights.formats import Dense
 from tests.engine.driver import Driver, load_decoder, request, unpack
@@ -83,7 +83,7 @@ def test_attention_of_a_row_in_any_batch_and_chunk(ops: ModuleType, dtype: torch
         table = torch.zeros(len(rows), max(len(tables[s]) for s, _, _ in rows), dtype=torch.int32)
         for line, (sequence, _, _) in zip(table, rows, strict=True):
             line[: len(tables[sequence])] = torch.tensor(tables[sequence])
-        batch = Attention(
+        batch = AttentionBatch(
             counts.cumsum(0).int(), torch.tensor([end for _, _, end in rows]).int(), table, torch.zeros(0)
         )
         q = torch.cat([queries[sequence][begin:end] for sequence, begin, end in rows])

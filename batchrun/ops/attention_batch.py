@@ -1,0 +1,20 @@
+"""What attention and the KV write need to know of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """The rows of a step as one KV group sees them. All int32 but ``slots``.
+
+    Row ``i``'s queries are the last ``cu_q[i + 1] - cu_q[i]`` of its ``kv_len[i]`` positions.
+    """
+
+    cu_q: Tensor  # [B + 1]
+    kv_len: Tensor  # [B]
+    block_table: Tensor  # [B, P] block ids; entries past a row's length, or behind its window, are 0
+    slots: Tensor  # [T] int64, block * block_size + offset: where each token's KV goes
