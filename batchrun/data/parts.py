@@ -282,17 +282,24 @@ def _write_parquet(path: Path, spool: _Spool, schema: pa.Schema) -> pa.Schema:
 
 def _row_groups(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
     """The same rows in groups of ROW_GROUP_ROWS, fewer where rows are large."""
-    waiting: pa.Table | None = None
+    waiting: list[pa.Table] = []  # joined only when a group is full: there may be thousands
+    rows = size = 0
     for table in tables:
-        waiting = table if waiting is None else pa.concat_tables([waiting, table])
-        while len(waiting) >= ROW_GROUP_ROWS:
-            yield waiting.slice(0, ROW_GROUP_ROWS)
-            waiting = waiting.slice(ROW_GROUP_ROWS)
-        if waiting.nbytes >= ROW_GROUP_BYTES:
-            yield waiting
-            waiting = None
-    if waiting is not None and len(waiting):
-        yield waiting
+        waiting.append(table)
+        rows += len(table)
+        size += table.nbytes
+        if rows < ROW_GROUP_ROWS and size < ROW_GROUP_BYTES:
+            continue
+        rest = pa.concat_tables(waiting)
+        while len(rest) >= ROW_GROUP_ROWS:
+            yield rest.slice(0, ROW_GROUP_ROWS)
+            rest = rest.slice(ROW_GROUP_ROWS)
+        if rest.nbytes >= ROW_GROUP_BYTES:
+            yield rest
+            rest = rest.slice(len(rest))
+        waiting, rows, size = [rest], len(rest), rest.nbytes
+    if rows:
+        yield pa.concat_tables(waiting)
 
 
 def _frame(batch: Batch, found: pa.Table, layout: Layout) -> pa.Table:
