@@ -45,7 +45,7 @@ class JobError(BatchrunError):
 
 
 class ThresholdError(BatchrunError):
-    """More rows failed than ``errors.error_threshold`` allows, or one did under ``on_error: fail``."""
+    """A row failed under ``errors.on_error: fail``."""
 
     exit_code = EXIT_THRESHOLD
 

@@ -47,8 +47,10 @@ if TYPE_CHECKING:
     from batchrun.engine.engine import Engine
     from batchrun.engine.request import Request
 
-_OPEN_SPLITS = 2  # splits in work at once: the next one fills the engine while the last rows of one run out
-_MAX_RESULTS = 20_000  # finished rows that make a checkpoint due, however young it is
+_OPEN_SPLITS = 2  # splits in work at once: the next one fills the engine while the last rows of one run out,
+_OPEN_ROWS = 10_000  # or, of small splits, as many as hold these rows
+_MAX_RESULTS = 20_000  # finished rows, and log-probabilities of theirs, that make a checkpoint due,
+_MAX_LOGPROBS = 200_000  # however young the last one is
 _IDLE_SECONDS = 0.2  # how long to wait for prompts while the engine has nothing to do
 _PACKAGES = ("torch", "transformers", "tokenizers", "pyarrow")
 
@@ -197,20 +199,18 @@ class _Run:
         self._total_rows = sum(
             committed[split.number].rows if split.number in committed else split.n_rows for split in splits
         )
-        self._done = {split.number: output.done_rows(split.number) for split in self._todo}
+        self._done = output.done_rows()
         self.rows_before = sum(record.rows for record in committed.values()) + sum(map(len, self._done.values()))
         self._errors_before = sum(record.errors for record in committed.values())
         self._partials = {
-            place: partial
-            for place, partial in output.partials().items()
-            if place[1] not in self._done.get(place[0], ())
+            place: partial for place, partial in output.partials().items() if place[1] not in self._done[place[0]]
         }
         self._open: dict[int, _OpenSplit] = {}
         self._results: list[Request | RowResult] = []
+        self._held_logprobs = 0  # entries among these results
         self._finished_rows = 0
         self._finished_tokens = 0
         self._engine: Engine | None = None
-        self._writer: _Writer | None = None
 
     def work(self) -> None:
         """Run every split that is not committed, until all are, or until told to stop."""
@@ -230,12 +230,10 @@ class _Run:
             )
             self._request_splits(feed)
             import_module("batchrun.engine.engine")  # takes seconds, in which the feed prepares the first rows
-            self._writer = stack.enter_context(
-                _Writer(self.output, self.ready.source, self.job.output.checkpoint_seconds)
-            )
+            writer = stack.enter_context(_Writer(self.output, self.ready.source, self.job.output.checkpoint_seconds))
             progress = stack.enter_context(Progress(self._total_rows, rows_before=self.rows_before, name=self.job.name))
             stack.callback(self._close_engine)
-            self._loop(feed, self._writer, progress)
+            self._loop(feed, writer, progress)
 
     def _loop(self, feed: Feed, writer: _Writer, progress: Progress) -> None:
         while self._open:
@@ -251,7 +249,7 @@ class _Run:
             if self._open and self.stop.reason is not None:
                 self._stop(writer, progress)
                 return
-            if writer.due or len(self._results) >= _MAX_RESULTS:
+            if writer.due or len(self._results) >= _MAX_RESULTS or self._held_logprobs >= _MAX_LOGPROBS:
                 self._checkpoint(writer)
             progress.update(self._snapshot())
         progress.update(self._snapshot())
@@ -259,10 +257,12 @@ class _Run:
     # ---- rows in
 
     def _request_splits(self, feed: Feed) -> None:
-        while self._todo and len(self._open) < _OPEN_SPLITS:
+        rows = sum(opened.split.n_rows for opened in self._open.values())
+        while self._todo and (len(self._open) < _OPEN_SPLITS or rows < _OPEN_ROWS):
+            rows += self._todo[0].n_rows
             split = self._todo.popleft()
             self._open[split.number] = _OpenSplit(split)
-            feed.request(split, self._done.pop(split.number))
+            feed.request(split, self._done.pop(split.number, ()))
 
     def _take_windows(self, feed: Feed, timeout: float) -> None:
         """Take prepared rows in while the engine has fewer than it could run."""
@@ -320,6 +320,8 @@ class _Run:
 
             spec = self.job.model
             files = resolve(spec.name_or_path, spec.revision)
+            if files.revision != self.ready.model.revision:
+                raise StoppedError(f"{files.reference} changed while the job started; run the same command again")
             options = spec.model_dump(exclude={"name_or_path"}) | self.job.engine.model_dump()
             self._engine = Engine(files, **options)
         return self._engine
@@ -331,6 +333,9 @@ class _Run:
     # ---- results out
 
     def _finish_row(self, result: Request | RowResult) -> None:
+        if not isinstance(result, RowResult) and result.error is not None:
+            split, row = result.key
+            result = RowResult(split, row, error=row_error("engine_error", result.error))
         if isinstance(result, RowResult):
             split = result.split
             kind = (result.error or "").partition(":")[0]
@@ -338,6 +343,7 @@ class _Run:
         else:
             split = result.key[0]
             self._finished_tokens += len(result.tokens) - result.cached
+            self._held_logprobs += len(result.logprobs) + len(result.prompt_logprobs)
         self._open[split].unfinished -= 1
         self._finished_rows += 1
         self._results.append(result)
@@ -354,7 +360,7 @@ class _Run:
         self._request_splits(feed)
 
     def _checkpoint(self, writer: _Writer) -> None:
-        results, self._results = self._results, []
+        results, self._results, self._held_logprobs = self._results, [], 0
         engine = self._engine
         unfinished = engine.unfinished() if engine is not None else []
         partials = [_partial(request) for request in unfinished if request.n_output]

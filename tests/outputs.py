@@ -62,7 +62,7 @@ def run_job(job, *, stop_after=None):
         for split in output.check_input(files):
             if split.number in output.committed():
                 continue
-            done = output.done_rows(split.number)
+            done = output.done_rows()[split.number]
             rows = [row for row in source.rows(split) if row.row not in done]
             for start in range(0, len(rows), 2):
                 unfinished = [PartialRow(split.number, row.row, [1, 2]) for row in rows[start + 2 :]]

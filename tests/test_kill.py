@@ -2,11 +2,11 @@
 decoded twice is no more than a checkpoint's worth per kill.
 
 How tokens are counted. Each run is `batchrun submit` with one addition: after every step it appends the time and the
-tokens that its engine has decoded to a log, which outlives it. What is durable is read from the output itself: tokens of
-committed parts, of segments, and of unfinished rows. What a kill lost is what was durable before the run, plus what the
-run decoded, less what is durable after. It may not be more than the run decoded within its last ``checkpoint_seconds``
-and the step before those, steps being the grain in which an engine stops to look. Tokens of a step in flight count for
-nobody.
+tokens that its engine has decoded to a log, which outlives it. What is durable is read from the output itself: tokens
+of committed parts, of segments, and of unfinished rows. What a kill lost is what was durable before the run, plus what
+the run decoded, less what is durable after. It may not be more than the run decoded within its last
+``checkpoint_seconds`` and the step before those, steps being the grain in which an engine stops to look. A step in
+flight counts for nobody.
 """
 
 from __future__ import annotations

@@ -385,6 +385,7 @@ def test_a_run_whose_feed_dies_can_go_on(tmp_path: Path, tiny_model: Path, monke
             child.kill()
 
     with monkeypatch.context() as patch:
+        patch.setattr("batchrun.runner._OPEN_ROWS", 0)  # so that the feed still has splits to prepare
         at_step(patch, 3, kill_children)
         with pytest.raises(RuntimeError, match="process that prepares prompts was killed"):
             submit(job)

@@ -121,13 +121,14 @@ class OutputView:
         records = [read_record(self.store, name, SplitRecord) for name in self.store.names(SPLITS)]
         return {record.split: record for record in records}
 
-    def done_rows(self, split: int) -> set[int]:
-        """Rows of an uncommitted split whose results are in segments. A damaged segment counts for nothing."""
-        done: set[int] = set()
-        for name in self._segments(split):
-            table = self._table(name, columns=["row"])
-            if table is not None:
-                done.update(table["row"].to_pylist())
+    def done_rows(self) -> dict[int, set[int]]:
+        """Uncommitted split -> its rows whose results are in segments. A damaged segment counts for nothing."""
+        committed = self._committed_numbers()
+        done: dict[int, set[int]] = defaultdict(set)
+        for name in self.store.names(SEGMENTS):
+            match = _SEGMENT_NAME.fullmatch(name)
+            if match and int(match[1]) not in committed and (table := self._table(name, columns=["row"])) is not None:
+                done[int(match[1])].update(table["row"].to_pylist())
         return done
 
     def partials(self) -> dict[tuple[int, int], PartialRow]:

@@ -49,7 +49,7 @@ class Batch:
 
 
 def build_batch(step: Step, block_size: int, n_groups: int) -> Batch:
-    """Lay out a step. Cost is linear in tokens and in the blocks that its rows hold; nothing here touches the device."""
+    """Lay out a step. Cost is linear in tokens and in the blocks of its rows; nothing here touches the device."""
     rows = step.rows
     starts = np.fromiter((row.start for row in rows), np.int64, len(rows))
     counts = np.fromiter((row.n for row in rows), np.int64, len(rows))

@@ -97,7 +97,7 @@ def _filters(params: SamplingParams) -> bool:
 
 
 def _cutoffs(scaled: Tensor, rows: Sequence[SamplingParams]) -> Tensor:
-    """The smallest logit of each row [R, V] that ``min_p``, ``top_k`` and ``top_p`` keep, applied in this order; [R]."""
+    """The smallest logit [R] of each row [R, V] that ``min_p``, ``top_k`` and ``top_p`` keep, in this order."""
     size = scaled.shape[1]
     largest = scaled.amax(dim=-1)
     ratios = [math.log(row.min_p) if row.min_p > 0 else -math.inf for row in rows]

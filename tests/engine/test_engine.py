@@ -131,6 +131,40 @@ def test_a_seed_decides_and_no_seed_does_not(engine: Engine) -> None:
     assert len({ids for run in runs for index, ids in run.items() if index}) > 10
 
 
+def test_stop_strings_within_min_tokens_do_not_count(engine: Engine) -> None:
+    (whole,) = engine.generate(["abc"], GREEDY.override({"max_tokens": 40}))
+    early = whole.text[1:3]
+    again = whole.text.find(early, len(engine.tokenizer.decode(whole.token_ids[:20])) - 1)
+    params = GREEDY.override({"max_tokens": 40, "min_tokens": 20, "stop": [early]})
+    (result,) = engine.generate(["abc"], params)
+    assert len(result.token_ids) >= 20
+    assert result.text == (whole.text if again < 0 else whole.text[:again])
+
+
+def test_a_row_whose_logits_are_no_numbers_fails_alone(tmp_path: Path) -> None:
+    """One embedding row is not a number, so are the logits of the prompt that has it, and of no other."""
+    path = save_model(tmp_path / "broken")
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[7] = math.nan
+    model.save_pretrained(path)
+    engine = Engine(str(path), max_model_len=64, max_num_seqs=4, kv_cache_memory="96KiB")
+    allowed = GREEDY.override({"max_tokens": 3})
+    results = {r.index: r for r in engine.generate([[1, 2], [3, 7], [4, 5], [6, 8]] * 3, allowed)}
+    engine.close()
+    for index, result in results.items():
+        assert (result.error is not None) is (index % 4 == 1)
+        assert "not numbers" in (result.error or "not numbers")
+
+
+def test_one_call_at_a_time(engine: Engine) -> None:
+    first = engine.generate([[1], [2], [3]], GREEDY)
+    next(first)
+    with pytest.raises(RuntimeError, match="at work"):
+        next(engine.generate([[4]], GREEDY))
+    first.close()
+
+
 def test_results_left_untaken_do_not_return_later(engine: Engine) -> None:
     next(engine.generate([[index] for index in range(20)], GREEDY))
     assert not engine.has_work

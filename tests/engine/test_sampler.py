@@ -115,6 +115,26 @@ def test_noise_depends_on_key_and_position() -> None:
     assert len(set(drawn.values())) > 12
 
 
+def test_tiny_temperatures_are_greedy() -> None:
+    logits = torch.tensor([[1.0, 2.0, 3.0]])
+    for temperature in (1e-40, 1e-38, 1e-6):
+        row = sample_row(SamplingParams(temperature=temperature))
+        assert sample(logits.clone(), [row], torch.zeros(1, 1, dtype=torch.int64)).item() == 2
+
+
+def test_filters_do_not_depend_on_threads() -> None:
+    torch.manual_seed(4)
+    logits = torch.randn(8, 50_003) * 4
+    rows = [sample_row(SamplingParams(top_p=0.9, top_k=0 if key % 2 else 3000), key) for key in range(8)]
+    drawn = []
+    threads = torch.get_num_threads()
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        drawn.append(sample(logits.clone(), rows, torch.zeros(1, 1, dtype=torch.int64)).tolist())
+    torch.set_num_threads(threads)
+    assert drawn[0] == drawn[1] == drawn[2]
+
+
 def test_penalties() -> None:
     logits = torch.tensor([[2.0, -1.0, 1.5, 0.5]])
     buffer = torch.tensor([[0, 1, 2, 2, 0]])  # prompt 0, 1; output 2, 2
