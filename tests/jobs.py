@@ -9,6 +9,8 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
+from batchrun.data.source import to_records
+
 
 def write_rows(path: Path, rows: Sequence[Any]) -> Path:
     """A JSONL file; text among ``rows`` is written as it is."""
@@ -37,7 +39,7 @@ def output_rows(folder: Path) -> list[dict[str, Any]]:
     records: list[dict[str, Any]] = []
     for part in sorted((folder / "out").glob("part-*")):
         if part.suffix == ".parquet":
-            records += pq.read_table(part, partitioning=None).to_pylist()
+            records += to_records(pq.read_table(part, partitioning=None))
         else:
             records += [json.loads(line, parse_constant=_not_json) for line in part.open(encoding="utf-8")]
     return records
