@@ -23,6 +23,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from batchrun.data.feed import Feed, Window
+from batchrun.data.results import partials_table
 from batchrun.data.rows import InputFile, PartialRow, PreparedRow, RowResult, Split
 from batchrun.data.sink import Output
 from batchrun.data.source import Source
@@ -485,6 +486,10 @@ class _Writer:
             self._pending.popleft().result()
 
     def __enter__(self) -> _Writer:
+        def prepare() -> None:
+            partials_table([])  # with its first table pyarrow imports pandas, which would hold the first checkpoint up
+
+        self._submit(prepare)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +215,29 @@ def test_a_stop_loses_nothing_and_repeats_nothing(
     assert {key for key, earlier in asked[stopped_at:] if earlier} == set(begun)
     assert sum(decoded) == sum(row["completion_tokens"] for row in output_rows(tmp_path))
     assert parts_of(tmp_path) == whole
+
+
+def test_a_second_ctrl_c_does_not_wait(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, bytes]
+) -> None:
+    job = write_job(tmp_path, tiny_model, ROWS, **LONG)
+
+    def twice() -> None:
+        send(signal.SIGINT)()
+        send(signal.SIGINT)()
+
+    with monkeypatch.context() as patch:
+        at_step(patch, 10, twice)
+        with pytest.raises(KeyboardInterrupt):
+            submit(job)
+    assert read_status(str(job)).holder is None
+    assert submit(job) == 0
+    assert parts_of(tmp_path) == whole
+
+
+def test_a_job_may_run_in_any_thread(tmp_path: Path, tiny_model: Path) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(submit, write_job(tmp_path, tiny_model, ROWS, sampling=GREEDY)).result() == 0
 
 
 def test_engine_settings_may_change_in_between(
