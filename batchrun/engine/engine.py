@@ -85,6 +85,7 @@ class Engine:
         self.tokenizer = Tokenizer.load(self.files)
         self._load()
         self._in_flight: tuple[Step, Future[StepOutput]] | None = None
+        self._generating = False
 
     def _load(self) -> None:
         spec, raw = self.spec, self.files.config
@@ -245,11 +246,11 @@ class Engine:
         A prompt that cannot run yields a `Result` with ``error``; the others are not affected. ``seed`` None draws
         fresh noise for every prompt.
         """
-        if self.has_work:
+        if self._generating or self.has_work:
             raise RuntimeError("this engine is at work already: take or close the results of the earlier call first")
         entropy = os.urandom(8).hex()
         numbered = enumerate(prompts)
-        more = True
+        more = self._generating = True
         try:
             while more or self.has_work:
                 if more and self.hungry:
@@ -259,6 +260,7 @@ class Engine:
                 yield from map(self._result, self.step())
         finally:
             self.abort()  # the caller may have stopped before the end
+            self._generating = False
 
     def _add_window(
         self,
