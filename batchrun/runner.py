@@ -203,6 +203,7 @@ class _Run:
         self._done = output.done_rows()
         self.rows_before = sum(record.rows for record in committed.values()) + sum(map(len, self._done.values()))
         self._errors_before = sum(record.errors for record in committed.values())
+        self._errors_before += sum(not ok for rows in self._done.values() for ok in rows.values())
         self._partials = {
             place: partial for place, partial in output.partials().items() if place[1] not in self._done[place[0]]
         }

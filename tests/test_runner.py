@@ -217,6 +217,18 @@ def test_a_stop_loses_nothing_and_repeats_nothing(
     assert parts_of(tmp_path) == whole
 
 
+def test_error_rows_of_earlier_runs_are_told_as_such(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [row | {"text": None} if row["n"] % 2 else row for row in ROWS]
+    job = write_job(tmp_path, tiny_model, rows, **LONG)
+    for step in (20, 5):
+        with monkeypatch.context() as patch:
+            at_step(patch, step, send(signal.SIGTERM))
+            assert submit(job) == 75
+    assert "12: 0 ok, 6 errors (6 in earlier runs), 6 to do; 6 were done before" in capsys.readouterr().err
+
+
 def test_a_second_ctrl_c_does_not_wait(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, bytes]
 ) -> None:

@@ -121,14 +121,22 @@ class OutputView:
         records = [read_record(self.store, name, SplitRecord) for name in self.store.names(SPLITS)]
         return {record.split: record for record in records}
 
-    def done_rows(self) -> dict[int, set[int]]:
-        """Uncommitted split -> its rows whose results are in segments. A damaged segment counts for nothing."""
+    def done_rows(self) -> dict[int, dict[int, bool]]:
+        """Uncommitted split -> its rows that are in segments, and whether as a result rather than an error.
+
+        A damaged segment counts for nothing.
+        """
         committed = self._committed_numbers()
-        done: dict[int, set[int]] = defaultdict(set)
+        done: dict[int, dict[int, bool]] = defaultdict(dict)
         for name in self.store.names(SEGMENTS):
             match = _SEGMENT_NAME.fullmatch(name)
-            if match and int(match[1]) not in committed and (table := self._table(name, columns=["row"])) is not None:
-                done[int(match[1])].update(table["row"].to_pylist())
+            if match is None or int(match[1]) in committed:
+                continue
+            table = self._table(name, columns=["row", "error"])
+            if table is not None:
+                rows = done[int(match[1])]
+                for row, ok in zip(table["row"].to_pylist(), table["error"].is_null().to_pylist(), strict=True):
+                    rows[row] = ok or rows.get(row, False)
         return done
 
     def partials(self) -> dict[tuple[int, int], PartialRow]:
