@@ -87,7 +87,7 @@ def run_bench(
     nothing to measure.
     """
     if threads is not None:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(min(threads, os.cpu_count() or 1))
     job = load_job(target, overrides) if target.suffix in (".yaml", ".yml") else _file_job(target, model, overrides)
     spec = job.model.model_copy(update={"dtype": dtype} if dtype != "auto" else {})
     files = resolve(spec.name_or_path, spec.revision)

@@ -112,7 +112,7 @@ class Engine:
             block_size=spec.block_size,
             max_num_seqs=max_num_seqs,
             max_model_len=self.max_model_len,
-            num_threads=None if spec.num_threads == "auto" else spec.num_threads,
+            num_threads=None if spec.num_threads == "auto" else min(spec.num_threads, os.cpu_count() or 1),
         )
         limits = Limits(max_num_seqs, memory.resolve_max_num_batched_tokens(spec, device), spec.enable_prefix_caching)
         groups = [KVGroup(window) for window in decoder.windows]
