@@ -1,7 +1,7 @@
 """Paged KV bookkeeping for one KV group: which blocks are free, shared, or kept for their content. No torch.
 
 A block holds the keys and values of ``block_size`` consecutive positions in every layer of the group. Block 0 is
-reserved: padding writes there, and table entries that a sliding window has passed point there.
+reserved: it fills block tables past a row's length, and where a sliding window has passed.
 """
 
 from __future__ import annotations

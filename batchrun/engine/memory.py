@@ -23,7 +23,7 @@ Device = Literal["cpu", "cuda"]
 Config = Mapping[str, Any]
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-RESERVED_BLOCKS = 1  # block 0 takes the writes of padding and is never handed out
+RESERVED_BLOCKS = 1  # block 0 fills up block tables and is never handed out
 _GIB = 1 << 30
 _CPU_KV_CEILING = 4 * _GIB
 _CPU_KV_SHARE = 0.25

@@ -107,7 +107,8 @@ class Scheduler:
         """End a request (settled tokens decide when, so the engine calls this): its blocks and slot are free again."""
         if request.state is State.RUNNING:
             self.running.remove(request)
-            self._note_length(request)
+            if reason in ("stop", "length"):
+                self._note_length(request)
             self._vacate(request)
         elif request.state is State.WAITING:
             self.waiting.remove(request)

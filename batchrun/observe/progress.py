@@ -32,7 +32,7 @@ class Snapshot:
 
     rows: int  # finished, error rows included
     row_errors: int = 0
-    prompt_tokens: int = 0  # computed, those of unfinished rows included
+    prompt_tokens: int = 0  # to compute for rows admitted so far, again for a row that is set back
     cached_tokens: int = 0  # prompt tokens taken from the prefix cache instead
     completion_tokens: int = 0  # generated, those of unfinished rows included
     finished_tokens: int = 0  # computed prompt and generated tokens of finished rows alone
