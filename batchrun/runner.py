@@ -2,31 +2,27 @@
 
 Three things go on at once. The engine's thread (the caller's) runs steps and nothing else that takes time; a child
 process reads, templates and tokenizes ahead (`batchrun.data.feed`); a writer thread turns finished requests into text
-and makes them durable. The caller's thread waits for storage only where results would pile up.
+and makes them durable (`batchrun.data.writer`). The caller's thread waits for storage only where results would pile up.
 """
 
 from __future__ import annotations
 
 import os
 import platform
-import signal
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.metadata import version
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from batchrun.data.feed import Feed, Window
-from batchrun.data.results import partials_table
 from batchrun.data.rows import InputFile, PartialRow, PreparedRow, RowResult, Split
 from batchrun.data.sink import Output
 from batchrun.data.source import Source
+from batchrun.data.writer import Writer
 from batchrun.errors import (
     EXIT_OK,
     EXIT_ROW_ERRORS,
@@ -43,6 +39,7 @@ from batchrun.numerics import numerics
 from batchrun.observe.progress import Progress, Snapshot
 from batchrun.observe.report import RunReport, summary
 from batchrun.preflight import Preflight, preflight
+from batchrun.signals import StopSignals
 
 if TYPE_CHECKING:
     from batchrun.engine.engine import Engine
@@ -73,7 +70,7 @@ def run_job(job: JobSpec, *, limit: int | None = None, overwrite: bool = False, 
     deadline = None if max_time is None else started + max_time
     with (
         Output.open(job.output, configuration, ready.layout, inputs=ready.inputs, overwrite=overwrite) as output,
-        _StopSignals(deadline) as stop,
+        StopSignals(deadline) as stop,
     ):
         splits = _splits(output, ready.source, ready.inputs, limit)
         output.record_input(ready.inputs, splits)
@@ -139,39 +136,6 @@ def _describe_run(ready: Preflight) -> dict[str, Any]:
     }
 
 
-class _StopSignals:
-    """Turns SIGINT, SIGTERM, SIGUSR1 and a deadline into a question that the loop asks; a second SIGINT interrupts."""
-
-    def __init__(self, deadline: float | None) -> None:
-        self._deadline = deadline
-        self._received: str | None = None
-        self._previous: dict[int, Any] = {}
-
-    def __enter__(self) -> _StopSignals:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            try:
-                self._previous[number] = signal.signal(number, self._receive)
-            except ValueError:  # not the main thread: whoever embeds the run handles signals
-                break
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self._received is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self._received = signal.Signals(number).name
-
-    @property
-    def reason(self) -> str | None:
-        """Why to stop, or None."""
-        if self._received is None and self._deadline is not None and time.monotonic() >= self._deadline:
-            self._received = "--max-time"
-        return self._received
-
-
 @dataclass(slots=True)
 class _OpenSplit:
     """A split in work. It is complete when all its windows were delivered and every row of them is finished."""
@@ -188,7 +152,7 @@ class _OpenSplit:
 class _Run:
     """What `run_job` does between opening the output and finishing it."""
 
-    def __init__(self, ready: Preflight, output: Output, splits: list[Split], stop: _StopSignals) -> None:
+    def __init__(self, ready: Preflight, output: Output, splits: list[Split], stop: StopSignals) -> None:
         self.ready = ready
         self.job = ready.job
         self.output = output
@@ -232,12 +196,12 @@ class _Run:
             )
             self._request_splits(feed)
             import_module("batchrun.engine.engine")  # takes seconds, in which the feed prepares the first rows
-            writer = stack.enter_context(_Writer(self.output, self.ready.source, self.job.output.checkpoint_seconds))
+            writer = stack.enter_context(Writer(self.output, self.ready.source, self.job.output.checkpoint_seconds))
             progress = stack.enter_context(Progress(self._total_rows, rows_before=self.rows_before, name=self.job.name))
             stack.callback(self._close_engine)
             self._loop(feed, writer, progress)
 
-    def _loop(self, feed: Feed, writer: _Writer, progress: Progress) -> None:
+    def _loop(self, feed: Feed, writer: Writer, progress: Progress) -> None:
         while self._open:
             busy = self._engine is not None and self._engine.has_work
             self._take_windows(feed, 0.0 if busy else _IDLE_SECONDS)
@@ -350,7 +314,7 @@ class _Run:
         self._finished_rows += 1
         self._results.append(result)
 
-    def _close_splits(self, feed: Feed, writer: _Writer, progress: Progress) -> None:
+    def _close_splits(self, feed: Feed, writer: Writer, progress: Progress) -> None:
         """Hand complete splits to the writer, and request those that come after."""
         complete = [opened.split for opened in self._open.values() if opened.complete]
         if not complete:
@@ -361,15 +325,15 @@ class _Run:
             writer.commit(split)
         self._request_splits(feed)
 
-    def _checkpoint(self, writer: _Writer) -> None:
+    def _checkpoint(self, writer: Writer) -> None:
         results, self._results, self._held_logprobs = self._results, [], 0
         engine = self._engine
         unfinished = engine.unfinished() if engine is not None else []
         partials = [_partial(request) for request in unfinished if request.n_output]
         # Rows that an earlier attempt began and this one has not reached stay known by that attempt's snapshot.
-        writer.checkpoint(results, partials, engine, self._status())
+        writer.checkpoint((_row_result(result, engine) for result in results), partials, self._status())
 
-    def _check_errors(self, writer: _Writer) -> None:
+    def _check_errors(self, writer: Writer) -> None:
         """End the run where its first error has to: good rows become durable, so that only bad ones are run again."""
         if not self.errors or self.job.errors.on_error == "record":
             return
@@ -379,7 +343,7 @@ class _Run:
         key = self._open[failed.split].split.file.key
         raise ThresholdError(f"{key}: row {failed.row}: {failed.error} (errors.on_error is fail)")
 
-    def _stop(self, writer: _Writer, progress: Progress) -> None:
+    def _stop(self, writer: Writer, progress: Progress) -> None:
         """Settle the step in flight and make everything durable that is known."""
         progress.write(f"{self.job.name}: stopping ({self.stop.reason}): making finished and begun rows durable")
         if self._engine is not None:
@@ -434,71 +398,6 @@ class _Run:
             completion_tokens=now.completion_tokens,
             seconds=seconds,
         )
-
-
-class _Writer:
-    """The thread that makes results durable, in the order in which it is given them."""
-
-    def __init__(self, output: Output, source: Source, checkpoint_seconds: float) -> None:
-        self._output = output
-        self._source = source
-        self._interval = checkpoint_seconds
-        self._thread = ThreadPoolExecutor(1, "writer")
-        self._pending: deque[Future[None]] = deque()
-        self._taken = time.monotonic()  # when the newest checkpoint's state was taken
-        self._took = 0.0  # seconds that the last one needed to become durable
-
-    @property
-    def due(self) -> bool:
-        """Whether to take a checkpoint now, for it to be durable within the interval after the last one's state.
-
-        A fifth of the interval is left for a step that takes long, and for storage that is slower than it was.
-        """
-        busy = any(not future.done() for future in self._pending)
-        age = time.monotonic() - self._taken
-        return not busy and age >= max(0.5 * self._interval, 0.8 * self._interval - 2 * self._took)
-
-    def checkpoint(
-        self,
-        results: list[Request | RowResult],
-        partials: list[PartialRow],
-        engine: Engine | None,
-        status: dict[str, Any],
-    ) -> None:
-        taken = self._taken = time.monotonic()
-
-        def write() -> None:
-            self._output.checkpoint([_row_result(result, engine) for result in results], partials)
-            self._output.write_status(status)
-            self._took = time.monotonic() - taken
-
-        self._submit(write)
-
-    def commit(self, split: Split) -> None:
-        def write() -> None:
-            self._output.commit_split(split, self._source)
-
-        self._submit(write)
-
-    def _submit(self, write: Callable[[], None]) -> None:
-        """Queue work; wait where two pieces wait already. Raises what an earlier piece failed with."""
-        self._pending.append(self._thread.submit(write))
-        while self._pending and (len(self._pending) > 2 or self._pending[0].done()):
-            self._pending.popleft().result()
-
-    def __enter__(self) -> _Writer:
-        def prepare() -> None:
-            partials_table([])  # with its first table pyarrow imports pandas, which would hold the first checkpoint up
-
-        self._submit(prepare)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            while self._pending:
-                self._pending.popleft().result()
-        finally:
-            self._thread.shutdown(wait=True, cancel_futures=True)
 
 
 def _partial(request: Request) -> PartialRow:

@@ -27,6 +27,7 @@ TORCH_FREE = (
     "batchrun.data.prompt",
     "batchrun.data.sink",
     "batchrun.data.source",
+    "batchrun.data.writer",
     "batchrun.engine.blocks",
     "batchrun.engine.memory",
     "batchrun.engine.request",
@@ -41,6 +42,7 @@ TORCH_FREE = (
     "batchrun.plan",
     "batchrun.preflight",
     "batchrun.sampling",
+    "batchrun.signals",
     "batchrun.text",
     "batchrun.tokenization.tokenizer",
 )

@@ -1,0 +1,81 @@
+"""The thread that makes results durable, so that the engine's never waits for storage."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from batchrun.data.results import partials_table
+from batchrun.data.rows import PartialRow, RowResult, Split
+from batchrun.data.sink import Output
+from batchrun.data.source import Source
+
+
+class Writer:
+    """Makes results durable in the order in which it is given them. A context manager, for one thread."""
+
+    def __init__(self, output: Output, source: Source, checkpoint_seconds: float) -> None:
+        self._output = output
+        self._source = source
+        self._interval = checkpoint_seconds
+        self._thread = ThreadPoolExecutor(1, "writer")
+        self._pending: deque[Future[None]] = deque()
+        self._taken = time.monotonic()  # when the newest checkpoint's state was taken
+        self._took = 0.0  # seconds that the last one needed to become durable
+
+    @property
+    def due(self) -> bool:
+        """Whether to take a checkpoint now, for it to be durable within the interval after the last one's state.
+
+        A fifth of the interval is left for a step that takes long, and for storage that is slower than it was.
+        """
+        busy = any(not future.done() for future in self._pending)
+        age = time.monotonic() - self._taken
+        return not busy and age >= max(0.5 * self._interval, 0.8 * self._interval - 2 * self._took)
+
+    def checkpoint(
+        self,
+        results: Iterable[RowResult],
+        partials: list[PartialRow],
+        status: dict[str, Any],
+    ) -> None:
+        """Queue a checkpoint. ``results`` may be lazy: they are taken on the writer's thread."""
+        taken = self._taken = time.monotonic()
+
+        def write() -> None:
+            self._output.checkpoint(list(results), partials)
+            self._output.write_status(status)
+            self._took = time.monotonic() - taken
+
+        self._submit(write)
+
+    def commit(self, split: Split) -> None:
+        """Queue the commit of a split whose results were all given."""
+
+        def write() -> None:
+            self._output.commit_split(split, self._source)
+
+        self._submit(write)
+
+    def _submit(self, write: Callable[[], None]) -> None:
+        """Queue work; wait where two pieces wait already. Raises what an earlier piece failed with."""
+        self._pending.append(self._thread.submit(write))
+        while self._pending and (len(self._pending) > 2 or self._pending[0].done()):
+            self._pending.popleft().result()
+
+    def __enter__(self) -> Writer:
+        def prepare() -> None:
+            partials_table([])  # with its first table pyarrow imports pandas, which would hold the first checkpoint up
+
+        self._submit(prepare)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            while self._pending:
+                self._pending.popleft().result()
+        finally:
+            self._thread.shutdown(wait=True, cancel_futures=True)
