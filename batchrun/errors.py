@@ -6,6 +6,7 @@ where ``kind`` is one of :data:`ROW_ERROR_KINDS`. A fault of the job is raised b
 
 from __future__ import annotations
 
+import re
 from typing import Literal, get_args
 
 EXIT_OK = 0
@@ -32,10 +33,18 @@ def row_error(kind: RowErrorKind, message: str) -> str:
     return f"{kind}: {message}"
 
 
+def without_credentials(text: str) -> str:
+    """``text`` without the user names and passwords of the URLs in it."""
+    return re.sub(r"(?<=://)[^/\s]*@", "", text)
+
+
 class BatchrunError(Exception):
-    """Base of every error that batchrun raises on purpose; its text is meant for the user."""
+    """Base of every error that batchrun raises on purpose; its text is meant for the user and tells no password."""
 
     exit_code = 1
+
+    def __init__(self, message: str) -> None:
+        super().__init__(without_credentials(message))
 
 
 class JobError(BatchrunError):

@@ -8,19 +8,31 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from batchrun.errors import JobError
-from batchrun.sampling import SamplingParams
+from batchrun.sampling import Float, Int, SamplingParams, no_bool
 
 
 def expand_path(path: str) -> str:
@@ -62,7 +74,7 @@ class ModelSpec(_Section):
     revision: str | None = None
     dtype: DType = "auto"
     reproducible: bool = False
-    max_model_len: Annotated[int, Field(ge=1)] | Auto = "auto"
+    max_model_len: Annotated[Int, Field(ge=1)] | Auto = "auto"
 
 
 class InputSpec(_Section):
@@ -73,9 +85,16 @@ class InputSpec(_Section):
     id_column: str | None = None
     columns: tuple[str, ...] | None = None
     where: Any = None  # pyarrow-style filter in disjunctive normal form: [[column, op, value], ...] or a list of those
-    split_rows: Annotated[int, Field(ge=1, le=50_000)] = 50_000
+    split_rows: Annotated[Int, Field(ge=1, le=50_000)] = 50_000
     storage_options: dict[str, Any] = {}
     dataset_options: dict[str, Any] = {}  # keywords of datasets.load_dataset: name, split, data_files, ...
+
+    @field_validator("dataset_options")
+    @classmethod
+    def _of_datasets(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        if value and info.data.get("format", "datasets") != "datasets":
+            raise ValueError("goes with input.format: datasets alone")
+        return value
 
 
 class Message(_Section):
@@ -110,7 +129,7 @@ class PromptSpec(_Section):
 class SamplingSpec(SamplingParams):
     """Sampling of the whole job; ``from_column`` names a column that holds an object of per-row overrides."""
 
-    seed: int | None = 0
+    seed: Int | None = 0
     from_column: str | None = None
 
 
@@ -119,9 +138,9 @@ class OutputSpec(_Section):
 
     path: PathText
     format: Literal["parquet", "jsonl"] = "parquet"
-    columns: dict[str, str] = {}  # result column -> name in the output
+    columns: dict[str, Annotated[str, Field(min_length=1)]] = {}  # result column -> name in the output
     keep_columns: bool | tuple[str, ...] = True  # input columns that are carried through
-    checkpoint_seconds: Annotated[float, Field(gt=0)] = 30.0
+    checkpoint_seconds: Annotated[Float, Field(gt=0)] = 30.0
     storage_options: dict[str, Any] = {}
 
 
@@ -129,20 +148,22 @@ class EngineSpec(_Section):
     """How the engine uses the machine. Nothing here changes what a result means."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    max_num_seqs: Annotated[int, Field(ge=1)] | Auto = "auto"
-    max_num_batched_tokens: Annotated[int, Field(ge=1)] | Auto = "auto"
-    kv_cache_memory: Annotated[ByteSize, Field(ge=1)] | Auto = "auto"  # bytes, or text such as 512MiB
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
-    block_size: Annotated[int, Field(ge=1)] = 32
+    max_num_seqs: Annotated[Int, Field(ge=1)] | Auto = "auto"
+    max_num_batched_tokens: Annotated[Int, Field(ge=1)] | Auto = "auto"
+    kv_cache_memory: Annotated[ByteSize, no_bool("byte_size"), Field(ge=1)] | Auto = (
+        "auto"  # bytes, or text such as 512MiB
+    )
+    gpu_memory_utilization: Annotated[Float, Field(gt=0, le=1)] = 0.9
+    block_size: Annotated[Int, Field(ge=1)] = 32
     enable_prefix_caching: bool = True
-    num_threads: Annotated[int, Field(ge=1)] | Auto = "auto"
+    num_threads: Annotated[Int, Field(ge=1)] | Auto = "auto"
 
 
 class ErrorsSpec(_Section):
     """What row errors do to the job."""
 
     on_error: Literal["record", "fail"] = "record"
-    error_threshold: Annotated[float, Field(ge=0, le=1)] | None = None  # fraction of rows; null: no limit
+    error_threshold: Annotated[Float, Field(ge=0, le=1)] | None = None  # fraction of rows; null: no limit
 
 
 class JobSpec(_Section):
@@ -156,6 +177,16 @@ class JobSpec(_Section):
     output: OutputSpec
     engine: EngineSpec = EngineSpec()
     errors: ErrorsSpec = ErrorsSpec()
+    _places: _Places | None = PrivateAttr(default=None)  # of a job that was made in Python there are none
+
+    def located(self, faults: Iterable[str]) -> list[str]:
+        """``faults``, each beginning with the field that it is about (``input.path: ...``), as lines for a user.
+
+        Before the field stands where it was given, as far as that is known, and the lines are in that order.
+        """
+        if self._places is None:
+            return list(faults)
+        return self._places.lines((_field(name), text) for name, _, text in (fault.partition(": ") for fault in faults))
 
     def configuration(self, *, revision: str, dtype: str, max_model_len: int, numerics: str) -> dict[str, Any]:
         """What the results depend on, as plain JSON data: two runs may share an output only where these are equal.
@@ -226,25 +257,53 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
     """The job of a YAML file, with ``a.b=value`` overrides (the value is YAML) applied in order.
 
     Raises JobError with one line for each fault: ``jobs/x.yaml:7: model.dtpye: unknown key; did you mean dtype?``.
+    Of an override the name is shown and never the value, which may be secret.
     """
     document = _Document(str(path))
-    data, places = document.data, []
+    data, fields = document.data, []
     for override in overrides:
-        data, place = _override(data, override)
-        places.append(place)
+        data, field = _override(data, override)
+        fields.append(field)
+    places = _Places(document, tuple(fields))
     try:
-        return JobSpec.model_validate(data)
+        job = JobSpec.model_validate(data)
     except ValidationError as error:
         faults = _faults(error.errors(include_url=False), data)
-    lines: list[tuple[int, int, str]] = []  # (0, line of the file) or (1, number of the override)
-    for field, message in faults.items():
-        text = f"{_dotted(field)}: {message}"
-        setters = [i for i, place in enumerate(places) if field[: len(place)] == place]
-        if setters:
-            lines.append((1, setters[-1], f"--set {overrides[setters[-1]]}: {text}"))
-        else:
-            lines.append((0, line := document.line(field), f"{path}:{line}: {text}"))
-    raise JobError("\n".join(text for *_, text in sorted(lines)))
+        raise JobError("\n".join(places.lines(faults.items()))) from None
+    job._places = places
+    return job
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where the fields of a job were given: the lines of its file, and the overrides in their order."""
+
+    document: _Document
+    overrides: tuple[FieldPath, ...]
+
+    def lines(self, faults: Iterable[tuple[FieldPath, str]]) -> list[str]:
+        """A line for each fault; those of the file come first, in its order."""
+        found: list[tuple[int, int, str]] = []  # (0, line of the file) or (1, number of the override)
+        for field, message in faults:
+            setter = self._setter(field)
+            if setter is None:
+                line = self.document.line(field)
+                found.append((0, line, f"{self.document.path}:{line}: {_dotted(field)}: {message}"))
+            else:
+                name = _dotted(self.overrides[setter])
+                text = message if self.overrides[setter] == field else f"{_dotted(field)}: {message}"
+                found.append((1, setter, f"--set {name}: {text}"))
+        return [text for *_, text in sorted(found)]
+
+    def _setter(self, field: FieldPath) -> int | None:
+        """The last override that set ``field`` or something around it, or was the first to give anything within it."""
+        is_new = not self.document.has(field)
+        setters = [
+            number
+            for number, place in enumerate(self.overrides)
+            if field[: len(place)] == place or (is_new and place[: len(field)] == field)
+        ]
+        return setters[-1] if setters else None
 
 
 class _Document:
@@ -266,19 +325,26 @@ class _Document:
 
     def line(self, field: FieldPath) -> int:
         """The line, from 1, of the deepest part of ``field`` that the file has."""
-        node, line = self.root, 1
+        return [1, *self._lines(field)][-1]
+
+    def has(self, field: FieldPath) -> bool:
+        return len(list(self._lines(field))) == len(field)
+
+    def _lines(self, field: FieldPath) -> Iterator[int]:
+        """The line of each part of ``field``, as far as the file has them."""
+        node = self.root
         for key in field:
             if isinstance(node, MappingNode):
                 found = next(((k, v) for k, v in node.value if k.value == key), None)
                 if found is None:
-                    break
-                line, node = found[0].start_mark.line + 1, found[1]
+                    return
+                yield found[0].start_mark.line + 1
+                node = found[1]
             elif isinstance(node, SequenceNode) and isinstance(key, int) and key < len(node.value):
                 node = node.value[key]
-                line = node.start_mark.line + 1
+                yield node.start_mark.line + 1
             else:
-                break
-        return line
+                return
 
 
 def _parse(text: str) -> tuple[Node | None, Any, list[tuple[int, str]]]:
@@ -293,6 +359,8 @@ def _parse(text: str) -> tuple[Node | None, Any, list[tuple[int, str]]]:
         return None, None, [(mark.line + 1 if mark else 1, f"not YAML: {error.problem or error.context}")]
     except (YAMLError, ValueError) as error:
         return None, None, [(1, f"not YAML: {str(error).splitlines()[0]}")]
+    except RecursionError:
+        return None, None, [(1, "nested too deeply")]
     return root, data, faults
 
 
@@ -326,17 +394,18 @@ def _override(data: Any, override: str) -> tuple[Any, FieldPath]:
     """``data`` with ``a.b=value`` applied, and the field it names. Nothing is changed in place."""
     name, equals, text = override.partition("=")
     if not equals or not all(name.split(".")):
-        raise JobError(f"--set {override}: has to read section.key=value")
+        shown = re.split(r"[^\w.]", name)[0]  # what follows may be a value
+        raise JobError(f"--set {shown}: has to read section.key=value")
     value: Any = text
     if not text.startswith(("{{", "{%")):  # a Jinja template, not a YAML mapping
         _, value, faults = _parse(text)
         if faults:
-            raise JobError(f"--set {override}: {faults[0][1]}")
-    field: FieldPath = tuple(int(part) if part.isdigit() else part for part in name.split("."))
+            raise JobError(f"--set {name}: {faults[0][1]}")
+    field = _field(name)
     try:
         return _replaced(data, field, value), field
     except (TypeError, IndexError):
-        raise JobError(f"--set {override}: {name} is not within a mapping or a list of the job") from None
+        raise JobError(f"--set {name}: is not within a mapping or a list of the job") from None
 
 
 def _replaced(data: Any, field: FieldPath, value: Any) -> Any:
@@ -370,7 +439,7 @@ def _faults(errors: Iterable[ErrorDetails], data: Any) -> dict[FieldPath, str]:
             messages[field] = str(context.get("error") or error["msg"])
     for field, wanted in expected.items():
         if field not in messages:
-            messages[field] = _wrong_value(list(dict.fromkeys(wanted)), inputs[field])
+            messages[field] = _wrong_value(list(dict.fromkeys(wanted)), field, inputs[field])
     inner = {field[:length] for field in messages for length in range(len(field))}
     return {field: message for field, message in messages.items() if field not in inner}
 
@@ -388,13 +457,22 @@ def _real_field(error: ErrorDetails, data: Any) -> FieldPath:
     return tuple(field)
 
 
-def _wrong_value(wanted: list[str], value: Any) -> str:
+def _wrong_value(wanted: list[str], field: FieldPath, value: Any) -> str:
     choices = " or ".join(wanted)
     if value in _NOT_YET_VALUES:
         return f"{value} is not supported yet; use {choices}"
-    shown = {dict: "a mapping", list: "a list", tuple: "a list", type(None): "null"}.get(type(value), repr(value))
+    if str(field[-1]).endswith("_options"):  # may hold secrets
+        return f"must be {choices}"
     hint = " (quote it)" if wanted == ["text"] and isinstance(value, bool | int | float | date) else ""
-    return f"must be {choices}, not {shown}{hint}"
+    return f"must be {choices}, not {_shown(value)}{hint}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return "a list" if value else "an empty list"
+    return {dict: "a mapping", type(None): "null"}.get(type(value), repr(value))
 
 
 def _unknown_key(field: FieldPath) -> str:
@@ -418,3 +496,7 @@ def _keys(section: Any) -> list[str]:
 
 def _dotted(field: FieldPath) -> str:
     return ".".join(map(str, field)) or "the job"
+
+
+def _field(name: str) -> FieldPath:
+    return tuple(int(part) if part.isdigit() else part for part in name.split("."))

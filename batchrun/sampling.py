@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, LiteralString
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 _GREEDY_BELOW = 1e-5  # temperatures by which logits cannot be divided; as in vLLM
+
+
+def no_bool(kind: LiteralString) -> BeforeValidator:
+    """Refuses true and false, which Python takes for numbers, as an error of pydantic's type ``kind``."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, bool):
+            raise PydanticCustomError(kind, "true and false are no numbers")
+        return value
+
+    return BeforeValidator(check)
+
+
+Int = Annotated[int, no_bool("int_type")]
+Float = Annotated[float, no_bool("float_type")]
 
 
 class SamplingParams(BaseModel):
@@ -21,23 +37,23 @@ class SamplingParams(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    temperature: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 1.0
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    top_k: Annotated[int, Field(ge=-1)] = 0
-    min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    max_tokens: Annotated[int, Field(ge=1)] = 16
-    min_tokens: Annotated[int, Field(ge=0)] = 0
-    n: int = 1
-    seed: int | None = None
+    temperature: Annotated[Float, Field(ge=0.0, allow_inf_nan=False)] = 1.0
+    top_p: Annotated[Float, Field(gt=0.0, le=1.0)] = 1.0
+    top_k: Annotated[Int, Field(ge=-1)] = 0
+    min_p: Annotated[Float, Field(ge=0.0, le=1.0)] = 0.0
+    max_tokens: Annotated[Int, Field(ge=1)] = 16
+    min_tokens: Annotated[Int, Field(ge=0)] = 0
+    n: Int = 1
+    seed: Int | None = None
     stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    stop_token_ids: tuple[Annotated[Int, Field(ge=0)], ...] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    logprobs: Annotated[int, Field(ge=0, le=100)] | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=100)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 1.0
-    presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = 0.0
-    frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = 0.0
+    logprobs: Annotated[Int, Field(ge=0, le=100)] | None = None
+    prompt_logprobs: Annotated[Int, Field(ge=0, le=100)] | None = None
+    repetition_penalty: Annotated[Float, Field(gt=0.0, allow_inf_nan=False)] = 1.0
+    presence_penalty: Annotated[Float, Field(ge=-2.0, le=2.0)] = 0.0
+    frequency_penalty: Annotated[Float, Field(ge=-2.0, le=2.0)] = 0.0
     skip_special_tokens: bool = True
     response_format: Any = None
 

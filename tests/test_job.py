@@ -83,6 +83,38 @@ def test_what_is_not_supported_yet_is_refused_by_name(job_file: Path, line: str,
     assert faults(job_file) == [expected]
 
 
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("sampling: {max_tokens: true}", "sampling.max_tokens: must be a whole number, not true"),
+        ("sampling: {temperature: false}", "sampling.temperature: must be a number, not false"),
+        ("sampling: {stop_token_ids: [3, true]}", "sampling.stop_token_ids.1: must be a whole number, not true"),
+        ("errors: {error_threshold: true}", "errors.error_threshold: must be a number, not true"),
+        ("engine: {block_size: true}", "engine.block_size: must be a whole number, not true"),
+        ("engine: {kv_cache_memory: true}", "engine.kv_cache_memory: must be a size such as 512MiB or auto, not true"),
+    ],
+)
+def test_true_and_false_are_no_numbers(job_file: Path, line: str, expected: str) -> None:
+    job_file.write_text(GOOD + line + "\n")
+    assert faults(job_file) == [f"10: {expected}"]
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("input.path=[]", "must be text or a list that is not empty, not an empty list"),
+        (
+            "output.columns={generated_text: ''}",
+            "output.columns.generated_text: must be text that is not empty, not ''",
+        ),
+        ("input.dataset_options={name: en}", "--set input.dataset_options: goes with input.format: datasets alone"),
+    ],
+)
+def test_what_is_empty_or_has_no_effect_is_refused(job_file: Path, override: str, expected: str) -> None:
+    [fault] = faults(job_file, override)
+    assert fault.endswith(expected)
+
+
 def test_an_unsupported_format_names_those_that_are(job_file: Path) -> None:
     [fault] = faults(job_file, "input.format=openai-batch")
     assert fault.endswith("input.format: openai-batch is not supported yet; use auto, jsonl, parquet or datasets")
@@ -97,6 +129,7 @@ def test_an_unsupported_format_names_those_that_are(job_file: Path) -> None:
         ("name: a\nmodel: {}\nname: b\n", "3: name: given twice"),
         ("name: a\n1: b\n", "2: the job: a key has to be text; quote it"),
         ("name: &a [*a]\n", "1: name.0: contains itself"),
+        pytest.param("[" * 100_000, "1: nested too deeply", id="deep"),
     ],
 )
 def test_a_file_that_is_no_job_is_refused(job_file: Path, text: str, expected: str) -> None:
@@ -117,7 +150,7 @@ def test_a_missing_section_and_a_null_one(job_file: Path) -> None:
 
 def test_a_number_where_text_belongs_says_to_quote_it(job_file: Path) -> None:
     [fault] = faults(job_file, "model.revision=12345678")
-    assert fault == "--set model.revision=12345678: model.revision: must be text, not 12345678 (quote it)"
+    assert fault == "--set model.revision: must be text, not 12345678 (quote it)"
 
 
 @pytest.mark.parametrize("prompt", ["{}", "{template: a, messages_column: b}"])
@@ -165,16 +198,34 @@ def test_an_override_reaches_into_a_list(job_file: Path) -> None:
     assert job.prompt.messages[0].content == "b"
 
 
-@pytest.mark.parametrize("override", ["model", "=x", "model..dtype=x", "model.dtype=[", "name.x.y=1"])
-def test_a_malformed_override_is_named(job_file: Path, override: str) -> None:
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("model", "--set model: has to read section.key=value"),
+        ("=SECRET", "--set : has to read section.key=value"),
+        ("model..dtype=SECRET", "--set model..dtype: has to read section.key=value"),
+        ("input.storage_options.key:SECRET", "--set input.storage_options.key: has to read section.key=value"),
+        ("model.dtype=[SECRET", "--set model.dtype: not YAML: "),
+        ("name.x.y=SECRET", "--set name.x.y: is not within a mapping or a list of the job"),
+        ("input.storage_options=SECRET", "--set input.storage_options: must be a mapping"),
+        (
+            "inptu.storage_options.key=SECRET",
+            "--set inptu.storage_options.key: inptu: unknown key; did you mean input?",
+        ),
+        ("input.path=$NONE/s3://me:SECRET@host", "--set input.path: environment variable NONE is not set"),
+        ("output.format=s3://me:SECRET@host", "--set output.format: must be parquet or jsonl, not 's3://host'"),
+    ],
+)
+def test_faults_of_overrides_name_them_and_tell_no_secret(job_file: Path, override: str, expected: str) -> None:
     [fault] = faults(job_file, override)
-    assert fault.startswith(f"--set {override}: ")
+    assert fault.startswith(expected)
+    assert "SECRET" not in fault
 
 
 def test_faults_of_overrides_name_the_override(job_file: Path) -> None:
     assert faults(job_file, "model.dtpye=a", "sampling.top_p=7") == [
-        "--set model.dtpye=a: model.dtpye: unknown key; did you mean dtype?",
-        "--set sampling.top_p=7: sampling.top_p: must be at most 1.0, not 7",
+        "--set model.dtpye: unknown key; did you mean dtype?",
+        "--set sampling.top_p: must be at most 1.0, not 7",
     ]
 
 
