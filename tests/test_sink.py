@@ -2,7 +2,9 @@
 
 import json
 import os
+import shlex
 import shutil
+import subprocess
 import time
 
 import pyarrow as pa
@@ -11,12 +13,13 @@ import pytest
 
 from batchrun.data.lease import HeldError
 from batchrun.data.parts import Layout
-from batchrun.data.records import HOME, MANIFEST_COPY, MANIFESTS, PARTIALS, SEGMENTS, SPLITS, STAGED, split_file
+from batchrun.data.records import HOME, MANIFEST_COPY, MANIFESTS, PARTIALS, SEGMENTS, SPLITS, STAGED
 from batchrun.data.rows import InputFile, PartialRow, RowResult, TokenLogprob
 from batchrun.data.sink import Output, OutputView
 from batchrun.data.source import Source
-from batchrun.data.store import StorageError, sha256_of
+from batchrun.data.store import StorageError, Store, sha256_of
 from batchrun.errors import JobError
+from batchrun.observe.status import read_status
 from tests.outputs import (
     answer,
     configuration,
@@ -407,8 +410,21 @@ def test_changed_input_is_refused_showing_what_changed(folder, job):
     text = str(caught.value)
     assert "  c.jsonl: is new\n" in text
     assert "  b.jsonl: is gone\n" in text
-    assert "  a.jsonl: size was" in text
-    assert "  a.jsonl: version was" in text
+    assert "  a.jsonl: size was " in text
+
+
+def test_touched_input_is_refused_saying_how_to_go_on(folder, job):
+    run_job(job, stop_after=0)
+    path = folder / "in" / "a.jsonl"
+    before = path.stat().st_mtime_ns
+    os.utime(path, (1.8e9, 1.8e9))
+    changed = r"  a\.jsonl: modified 2027-01-\d\d \S{8}, was modified 20\S{8} \S{8}; its size is the same\n"
+    with pytest.raises(JobError, match=changed) as caught:
+        run_job(job)
+    advice = next(line for line in str(caught.value).splitlines() if line.startswith("if the content"))
+    subprocess.run(shlex.split(advice.partition("as in: ")[2]), check=True)
+    assert path.stat().st_mtime_ns == before
+    assert run_job(job)[0].complete
 
 
 def test_moved_input_is_the_same_input(folder, job):
@@ -479,27 +495,153 @@ def test_input_within_the_output_is_refused(folder, job):
     assert parts_of(folder) == before
 
 
-@pytest.mark.parametrize("path", ["file", "file/below", "unknown://x"])
+@pytest.mark.parametrize("path", ["file", "file/below", "unknown://x", "loop", "loop/below"])
 def test_impossible_output_is_one_readable_error(folder, path):
     (folder / "file").write_text("not a directory")
+    (folder / "loop").symlink_to("loop")
     job = make_job(folder, path=path if "://" in path else str(folder / path))
-    with pytest.raises(JobError, match=r"^output\.path: "):
+    with pytest.raises(JobError, match=r"^output\.path: .*"):
         open_output(job)
+    with pytest.raises(JobError):
+        read_status(job.output.path)
     assert (folder / "file").read_text() == "not a directory"
 
 
-def test_lost_part_is_noticed(folder, job):
+# --- damage ------------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_a_lost_part_are_run_again(folder, job, caplog):
+    first, _ = run_job(job)
+    expected = parts_of(folder)
+    for generation in (2, 3):
+        (folder / "out" / "part-00001.parquet").unlink()
+        status = read_status(job.output.path)
+        assert (status.state, status.faults) == ("damaged", ["part-00001.parquet is missing"])
+        assert "part-00001.parquet is missing" in status.describe()
+        manifest, answered = run_job(job)
+        assert [split for split, _ in answered] == [1]
+        assert "part-00001.parquet is missing: its 1 rows are run again" in caplog.text
+        assert (manifest.complete, manifest.generation, manifest.rows) == (True, generation, first.rows)
+        assert parts_of(folder) == expected
+        assert leftovers(folder) == []
+        assert read_status(job.output.path).state == "done"
+    assert run_job(job) == (manifest, [])
+
+
+@pytest.mark.parametrize("steps", [3, 30])
+def test_kills_while_a_lost_part_is_made_again(folder, job, steps):
     run_job(job)
+    expected = parts_of(folder)
     (folder / "out" / "part-00001.parquet").unlink()
-    with pytest.raises(StorageError, match=r"part-00001\.parquet is gone, not \d+ bytes as recorded"):
-        run_job(job)
+    kills = 0
+    while kills < 3 and run_until(job, steps):
+        kills += 1
+    assert kills
+    manifest, _ = run_job(job)
+    assert (manifest.complete, parts_of(folder), leftovers(folder)) == (True, expected, [])
 
 
-def test_damaged_record_is_named(folder, job):
+def test_part_of_an_unpublished_manifest_is_not_lost(folder, job):
+    """Parts lie staged after a manifest is created; one that was published may be lost before the rest are."""
     run_job(job)
-    (folder / "out" / split_file(0)).write_text("{}")
-    with pytest.raises(StorageError, match=r"splits/00000\.json is damaged"):
+    expected = parts_of(folder)
+    shutil.rmtree(folder / "out")
+    publish, left = Store.publish, iter(range(4))  # three commits, and the first of the manifest's own parts
+
+    def dying(store, staged, final):
+        if next(left, None) is None:
+            raise StorageError("away")
+        publish(store, staged, final)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Store, "publish", dying)
+        with pytest.raises(StorageError, match="away"):
+            run_job(job)
+    assert len(list((folder / "out" / STAGED).iterdir())) == 2
+    assert read_status(job.output.path).faults == []
+    (folder / "out" / "part-00000.parquet").unlink()
+    manifest, answered = run_job(job)
+    assert {split for split, _ in answered} == {0}
+    assert (manifest.complete, manifest.generation, parts_of(folder)) == (True, 2, expected)
+
+
+def test_lost_empty_part_is_made_again(folder, job):
+    for path in (folder / "in").iterdir():
+        path.write_text("")
+    run_job(job)
+    expected = parts_of(folder)
+    (folder / "out" / "part-00000.parquet").unlink()
+    assert run_job(job)[0].generation == 2
+    assert parts_of(folder) == expected
+
+
+def test_changed_part_is_refused(folder, job):
+    """It may be the user's own: it is replaced only once it is gone."""
+    run_job(job)
+    part = folder / "out" / "part-00001.parquet"
+    whole = part.read_bytes()
+    part.write_bytes(whole[:100])
+    with pytest.raises(JobError, match=r"part-00001\.parquet has 100 bytes, not [\d,]+\n.*delete these"):
         run_job(job)
+    assert read_status(job.output.path).state == "damaged"
+    part.unlink()
+    run_job(job)
+    assert part.read_bytes() == whole
+
+
+def test_every_damage_is_survived_or_named(folder, job):
+    """Each file deleted, cut in half or overwritten, of an output at work and of a finished one."""
+
+    def look():
+        """What `submit` does before the model loads, and `status`."""
+        with open_output(job) as output:
+            source, recorded = Source(job.input), output.recorded_input()
+            files = source.files()
+            output.record_input(files, recorded[1] if recorded else source.splits(files))
+            output.committed(), output.done_rows(), output.partials()
+        read_status(job.output.path)
+
+    def begin():
+        run_job(job, stop_after=0)
+        with open_output(job) as output:
+            output.checkpoint(results(1, [5]), [PartialRow(2, 1, [7])])
+            output.write_status({"rows": 5})
+
+    in_child(begin)
+    begun, finished = folder / "begun", folder / "finished"
+    shutil.copytree(folder / "out", begun)
+    in_child(run_job, job)
+    (folder / "out").rename(finished)
+    refused, survived = set(), set()
+    for whole in (begun, finished):
+        for path in sorted(path.relative_to(whole) for path in whole.rglob("*") if path.is_file()):
+            for damage in (None, lambda data: data[: len(data) // 2], lambda _: b"{", lambda _: b"[]", lambda _: b"{}"):
+                shutil.rmtree(folder / "out", ignore_errors=True)
+                shutil.copytree(whole, folder / "out")
+                target = folder / "out" / path
+                damaged = None if damage is None else damage(target.read_bytes())
+                target.unlink() if damaged is None else target.write_bytes(damaged)
+                error = None
+                try:
+                    look()
+                except JobError as caught:
+                    error = str(caught)
+                assert error is None or path.name in error or "input-*.json" in error
+                (survived if error is None else refused).add(path.name)
+    assert refused >= {"job.json", "input-00001.json", "00000-1.json", "00000002.json", "part-00000.parquet"}
+    assert survived >= {"_manifest.json", "00000-1.json", "part-00000.parquet"}
+
+
+def test_output_without_its_job_can_be_overwritten(folder, job):
+    run_job(job)
+    (folder / "out" / "notes.txt").write_text("mine")
+    (folder / "out" / HOME / "job.json").unlink()
+    for look in (run_job, lambda job: read_status(job.output.path)):
+        with pytest.raises(JobError, match=r"_batchrun/job\.json is missing: put .* back, .*--overwrite"):
+            look(job)
+    open_output(job, overwrite=True).close()
+    assert sorted(path.name for path in (folder / "out").iterdir()) == [HOME, "notes.txt"]
+    assert run_job(job)[0].complete
 
 
 def test_view_of_no_output(tmp_path):

@@ -9,7 +9,7 @@ What lies in ``output.path``::
     _batchrun/segments/               finished rows in order of completion, until their split is committed
     _batchrun/partials/               unfinished rows of each attempt
     _batchrun/staged/                 parts before they are published
-    _batchrun/splits/<split>.json     commit records
+    _batchrun/splits/<split>-<n>.json commit records; <split>-<n>.lost is there once that record's part was lost
     _batchrun/manifests/              the chain of manifests
     _batchrun/leases/                 who is at work
     _batchrun/status-<attempt>.json   how far an attempt is
@@ -25,7 +25,9 @@ from typing import Any, TypeVar
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from batchrun.data.store import StorageError, Store
+from batchrun.data.rows import InputFile
+from batchrun.data.store import Store
+from batchrun.errors import JobError
 
 FORMAT = 1  # of everything under _batchrun/
 
@@ -39,6 +41,9 @@ SPLITS = f"{HOME}/splits"
 MANIFESTS = f"{HOME}/manifests"
 MANIFEST_COPY = "_manifest.json"
 
+START_AGAIN = "use another output.path, or --overwrite to start again"
+PUT_BACK = f"put the right file back, {START_AGAIN}"
+
 EMPTY_PART = -1  # PartEntry.split of the part that an output without any split has
 
 
@@ -46,6 +51,33 @@ class Record(BaseModel):
     """Base of the records; unknown fields, of later versions, are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class JobRecord(Record):
+    """What the output belongs to."""
+
+    format: int
+    configuration: dict[str, Any]
+
+
+class SplitEntry(Record):
+    """A split (:class:`batchrun.data.rows.Split`) as the input's record names it."""
+
+    file: int  # index into InputRecord.files
+    number: int
+    first_row: int
+    n_rows: int
+    offset: int
+    error: str | None
+
+
+class InputRecord(Record):
+    """One generation of the input's files and splits."""
+
+    format: int = FORMAT
+    attempt: str
+    files: list[InputFile]
+    splits: list[SplitEntry]
 
 
 class SplitRecord(Record):
@@ -69,7 +101,7 @@ class SplitRecord(Record):
     @property
     def schema_arrow(self) -> pa.Schema:
         """The schema that the part was committed with."""
-        return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(self.schema_ipc or "")))
+        return decoded_schema(self.schema_ipc or "")
 
 
 class PartEntry(Record):
@@ -77,6 +109,7 @@ class PartEntry(Record):
 
     name: str
     split: int
+    attempt: str  # that of the split's commit record: tells a record made after a loss from the one before
     rows: int
     ok: int
     errors: int
@@ -108,9 +141,14 @@ class Manifest(Record):
 R = TypeVar("R", bound=Record)
 
 
-def split_file(number: int) -> str:
-    """The name of a split's commit record."""
-    return f"{SPLITS}/{number:05d}.json"
+def split_file(number: int, n: int = 1) -> str:
+    """The name of a split's ``n``-th commit record; only the loss of the part that one names makes way for the next."""
+    return f"{SPLITS}/{number:05d}-{n}.json"
+
+
+def lost_mark(record: str) -> str:
+    """The name of the mark that a commit record counts no more: its part was lost."""
+    return record.removesuffix(".json") + ".lost"
 
 
 def manifest_file(generation: int) -> str:
@@ -128,9 +166,24 @@ def encoded_schema(schema: pa.Schema | None) -> str | None:
     return None if schema is None else base64.b64encode(schema.serialize().to_pybytes()).decode()
 
 
+def decoded_schema(text: str | bytes) -> pa.Schema:
+    """The inverse of encoded_schema."""
+    return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(text)))
+
+
+_ADVICE: dict[type[Record], str] = {
+    SplitRecord: "put the right file back, or delete this one, and its rows are run again",
+    Manifest: f"put it back, as a copy of {MANIFEST_COPY} if that is whole, {START_AGAIN}",
+}
+
+
 def read_record(store: Store, name: str, kind: type[R]) -> R:
-    """A record that must be there. Raises StorageError if it is damaged."""
+    """A record that must be there. Raises JobError if it is damaged or gone."""
+    advice = _ADVICE.get(kind, PUT_BACK)
+    data = store.read_if_any(name)
+    if data is None:
+        raise JobError(f"{store.path(name)} is missing: {advice}")
     try:
-        return kind.model_validate_json(store.read(name))
+        return kind.model_validate_json(data)
     except ValidationError as error:
-        raise StorageError(f"{store.path(name)} is damaged: {error.errors()[0]['msg']}") from error
+        raise JobError(f"{store.path(name)} is damaged ({error.errors()[0]['msg']}): {advice}") from error

@@ -14,9 +14,10 @@ import itertools
 import json
 import logging
 import re
+import shlex
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -36,15 +37,22 @@ from batchrun.data.records import (
     MANIFEST_COPY,
     MANIFESTS,
     PARTIALS,
+    PUT_BACK,
     REMOVING,
     SEGMENTS,
     SPLITS,
     STAGED,
+    START_AGAIN,
+    InputRecord,
+    JobRecord,
     Manifest,
     PartEntry,
+    SplitEntry,
     SplitRecord,
+    decoded_schema,
     encode,
     encoded_schema,
+    lost_mark,
     manifest_file,
     read_record,
     split_file,
@@ -61,7 +69,8 @@ _LEASE = "job"
 _PART_NAME = re.compile(r"part-\d{5,}\.(parquet|jsonl)")
 _SEGMENT_NAME = re.compile(rf"{SEGMENTS}/(\d+)-[0-9a-f]+-\d+\.parquet")
 _PARTIALS_NAME = re.compile(rf"{PARTIALS}/([0-9a-f]+)-(\d+)\.parquet")
-_START_AGAIN = "use another output.path, or --overwrite to start again"
+_RECORD_NAME = re.compile(rf"{SPLITS}/(\d+)-(\d+)\.json")
+_INPUT_NAME = re.compile(rf"{HOME}/input-(\d+)\.json")
 
 
 class Batches(Protocol):
@@ -70,39 +79,55 @@ class Batches(Protocol):
     def batches(self, split: Split) -> Iterator[Batch]: ...
 
 
+@dataclass(frozen=True, slots=True)
+class PartFault:
+    """A published part that is not what was published."""
+
+    part: PartEntry
+    size: int | None  # bytes that it has now; None: it is gone
+
+    def __str__(self) -> str:
+        state = "is missing" if self.size is None else f"has {self.size:,} bytes, not {self.part.bytes:,}"
+        return f"{self.part.name} {state}"
+
+
 class OutputView:
-    """What lies in an output, for readers. Nothing here writes."""
+    """What lies in an output, for readers. Nothing here writes. Whatever finds a damaged record raises JobError."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
+        self._records: dict[str, SplitRecord] = {}  # commit records read so far, by name: they never change
 
     @classmethod
     def at(cls, path: str, storage_options: dict[str, Any] | None = None) -> OutputView | None:
         """The output at that path or URL, or None if there is none. Raises JobError for an impossible path."""
         try:
             store = Store(path, storage_options)
-            return cls(store) if store.exists(JOB) else None
+            if not store.exists(JOB):
+                _refuse_state_alone(store)
+                return None
+            return cls(store)
         except (StorageError, OSError, ValueError, ImportError) as error:
             raise JobError(f"{path}: {error}") from error
 
     def recorded_configuration(self) -> dict[str, Any]:
         """The configuration whose results these are. Raises JobError if another version of batchrun wrote it."""
-        try:
-            job = json.loads(self.store.read(JOB))
-            if job["format"] == FORMAT:
-                return dict(job["configuration"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise JobError(f"{self.store.path(JOB)} is damaged: {_START_AGAIN}") from error
-        raise JobError(f"{self.store.url} was written by another version of batchrun: {_START_AGAIN}")
+        job = read_record(self.store, JOB, JobRecord)
+        if job.format != FORMAT:
+            raise JobError(f"{self.store.url} was written by another version of batchrun: {START_AGAIN}")
+        return job.configuration
 
     def recorded_input(self) -> tuple[list[InputFile], list[Split]] | None:
         """The files and splits of the recorded input, or None before there is one."""
-        records = self._input_records()
-        if not records:
+        begun = self._begun_splits()  # looked at first: what is recorded only grows
+        names = self._input_records()
+        record = read_record(self.store, names[-1], InputRecord) if names else None
+        if begun and max(begun) >= (len(record.splits) if record else 0):
+            raise JobError(f"{self.store.path(HOME)}: the input-*.json that has split {max(begun)} is gone: {PUT_BACK}")
+        if record is None:
             return None
-        record = json.loads(self.store.read(records[-1]))
-        files = [InputFile(**file) for file in record["files"]]
-        return files, [Split(**split | {"file": files[split["file"]]}) for split in record["splits"]]
+        splits = [Split(**entry.model_dump() | {"file": record.files[entry.file]}) for entry in record.splits]
+        return record.files, splits
 
     def check_input(self, files: Sequence[InputFile]) -> list[Split]:
         """The recorded splits, to be read from ``files``. Raises JobError showing what changed since."""
@@ -112,21 +137,36 @@ class OutputView:
         before, now = ({file.key: file for file in some} for some in (recorded[0], files))
         if changes := _input_changes(before, now):
             raise JobError(
-                "\n".join([f"the input has changed since {self.store.url} was begun:", *changes, _START_AGAIN])
+                "\n".join([f"the input has changed since {self.store.url} was begun:", *changes, START_AGAIN])
             )
         return [replace(split, file=now[split.file.key]) for split in recorded[1]]
 
     def committed(self) -> dict[int, SplitRecord]:
         """The commit record of each committed split."""
-        records = [read_record(self.store, name, SplitRecord) for name in self.store.names(SPLITS)]
-        return {record.split: record for record in records}
+        return {number: self._record(name) for number, name in self._commits().items()}
+
+    def faulty_parts(self) -> list[PartFault]:
+        """The published parts that are missing or have another size, told by names and sizes alone."""
+        records, manifest = self.committed(), self.manifest()
+        parts = {number: _entry(record) for number, record in records.items()} | _current_parts(manifest, records)
+        staged = set(self.store.names(STAGED))  # looked at before the parts, which are made of these
+        sizes = self.store.sizes("")
+        faults = [
+            PartFault(part, sizes.get(part.name))
+            for number, part in parts.items()
+            if sizes.get(part.name) != part.bytes
+            and staged.isdisjoint([part.staged, records[number].staged if number in records else None])
+        ]
+        if faults and self.manifest() != manifest:  # another worker published parts of its own meanwhile
+            return self.faulty_parts()
+        return faults
 
     def done_rows(self) -> dict[int, dict[int, bool]]:
         """Uncommitted split -> its rows that are in segments, and whether as a result rather than an error.
 
         A damaged segment counts for nothing.
         """
-        committed = self._committed_numbers()
+        committed = self._commits().keys()
         done: dict[int, dict[int, bool]] = defaultdict(dict)
         for name in self.store.names(SEGMENTS):
             match = _SEGMENT_NAME.fullmatch(name)
@@ -144,7 +184,7 @@ class OutputView:
 
         Of several attempts at a row, the longest. The row may have been finished since: see :meth:`done_rows`.
         """
-        committed = self._committed_numbers()
+        committed = self._commits().keys()
         longest: dict[tuple[int, int], PartialRow] = {}
         for names in self._snapshots().values():
             for partial in self._newest_snapshot(names):
@@ -155,7 +195,10 @@ class OutputView:
 
     def manifest(self) -> Manifest | None:
         """The newest manifest."""
+        copied = self._copied_generation()  # looked at first: the copy follows the chain
         names = self.store.names(MANIFESTS)
+        if copied is not None and manifest_file(copied) > max(names, default=""):
+            names = [manifest_file(copied)]
         return read_record(self.store, names[-1], Manifest) if names else None
 
     def holder(self) -> Owner | None:
@@ -167,16 +210,24 @@ class OutputView:
         found = []
         for name in self._home_files("status-"):
             try:
-                found.append(json.loads(self.store.read_if_any(name) or b""))
-            except ValueError:
-                continue
-        return max(found, key=lambda status: str(status["written"]), default=None)
+                status = json.loads(self.store.read_if_any(name) or b"")
+                found.append((str(status["written"]), name, dict(status)))
+            except (ValueError, TypeError, KeyError):
+                continue  # a word about progress is worth no more than that
+        return max(found, default=(None, None, None))[-1]
+
+    def _copied_generation(self) -> int | None:
+        """The generation of the manifest that was copied for people, as far as the copy can be read."""
+        try:
+            return int(json.loads(self.store.read_if_any(MANIFEST_COPY) or b"")["generation"])
+        except (ValueError, TypeError, KeyError):
+            return None
 
     def _home_files(self, prefix: str) -> list[str]:
         return [name for name in self.store.names(HOME) if name.startswith(f"{HOME}/{prefix}")]
 
     def _input_records(self) -> list[str]:
-        return self._home_files("input-")
+        return [name for name in self.store.names(HOME) if _INPUT_NAME.fullmatch(name)]
 
     def _segments(self, split: int) -> list[str]:
         matches = (_SEGMENT_NAME.fullmatch(name) for name in self.store.names(SEGMENTS))
@@ -209,8 +260,25 @@ class OutputView:
             log.warning("%s is damaged, its rows are run again: %s", self.store.path(name), error)
             return None
 
-    def _committed_numbers(self) -> set[int]:
-        return {int(Path(name).stem) for name in self.store.names(SPLITS)}
+    def _commits(self) -> dict[int, str]:
+        """Committed split -> the name of the commit record that counts."""
+        names = set(self.store.names(SPLITS))
+        found = sorted(
+            (int(match[1]), int(match[2]), match[0]) for match in map(_RECORD_NAME.fullmatch, names) if match
+        )
+        return {number: name for number, _, name in found if lost_mark(name) not in names}
+
+    def _record(self, name: str) -> SplitRecord:
+        if name not in self._records:
+            self._records[name] = read_record(self.store, name, SplitRecord)
+        return self._records[name]
+
+    def _begun_splits(self) -> set[int]:
+        """The splits that have commit records or segments."""
+        names = [*self.store.names(SPLITS), *self.store.names(SEGMENTS)]
+        return {
+            int(match[1]) for name in names if (match := _RECORD_NAME.fullmatch(name) or _SEGMENT_NAME.fullmatch(name))
+        }
 
 
 class Output(OutputView):
@@ -245,14 +313,16 @@ class Output(OutputView):
         output. ``overwrite`` removes what batchrun wrote there before, and nothing else. ``ttl`` in seconds: see
         :func:`batchrun.data.lease.acquire`.
 
-        Raises JobError if the output belongs to another configuration, is a directory of something else, or cannot be
-        written; and HeldError while another process works on it.
+        The rows of a published part that is gone are to be run again, which a warning says.
+
+        Raises JobError if the output belongs to another configuration, is a directory of something else, is damaged, or
+        cannot be written; and HeldError while another process works on it.
         """
         configuration = json.loads(encode(configuration))
         try:
             store = Store(spec.path, spec.storage_options)
-            _refuse_inputs(store, inputs)
             _check_place(store, overwrite=overwrite)
+            _refuse_inputs(store, inputs)
             anew = overwrite or store.exists(REMOVING)
             if not anew and store.exists(JOB):
                 _check_configuration(store, configuration)
@@ -265,10 +335,12 @@ class Output(OutputView):
                 _remove_everything(store)
             if not store.create(JOB, encode({"format": FORMAT, "configuration": configuration})):
                 _check_configuration(store, configuration)
+            output = cls(store, layout, configuration, lease)
+            output._give_up_lost_parts()
         except BaseException:
             lease.release()
             raise
-        return cls(store, layout, configuration, lease)
+        return output
 
     def close(self) -> None:
         """Releases the lease."""
@@ -291,17 +363,16 @@ class Output(OutputView):
         if recorded is not None:
             known = self.check_input(files)
             if list(splits[: len(known)]) != known:
-                raise JobError(f"{self.store.url}: the input no longer splits as it did: {_START_AGAIN}")
+                raise JobError(f"{self.store.url}: the input no longer splits as it did: {START_AGAIN}")
             if len(known) == len(splits):
                 return
-        generation = len(self._input_records()) + 1
+        generation = max((int(name[-10:-5]) for name in self._input_records()), default=0) + 1
         place = {file.key: index for index, file in enumerate(files)}
-        record = {
-            "format": FORMAT,
-            "attempt": self.attempt,
-            "files": [asdict(file) for file in files],
-            "splits": [asdict(split) | {"file": place[split.file.key]} for split in splits],
-        }
+        record = InputRecord(
+            attempt=self.attempt,
+            files=list(files),
+            splits=[SplitEntry(**asdict(split) | {"file": place[split.file.key]}) for split in splits],
+        )
         if not self.store.create(f"{HOME}/input-{generation:05d}.json", encode(record)):
             self.record_input(files, splits)
 
@@ -335,9 +406,10 @@ class Output(OutputView):
         Safe to call again after any interruption. Raises StorageError when a row has no result (its segment is
         damaged): running the job again makes it anew.
         """
-        if not self.store.exists(split_file(split.number)):
-            self._commit(split, source)
-        record = read_record(self.store, split_file(split.number), SplitRecord)
+        name = self._next_record(split.number)
+        if not self.store.exists(name):
+            self._commit(split, source, name)
+        record = self._record(name)
         self._publish(record.staged, record.part)
         self.store.delete(self._segments(split.number))
         self._retire_snapshots()
@@ -351,26 +423,51 @@ class Output(OutputView):
         is gone or has another size.
         """
         newest = self.manifest()
-        if newest is not None:
-            self._settle_manifest(newest)
         records = self.committed()
-        named = {part.split: part for part in newest.parts} if newest else {}
+        named = self._published_parts(newest, records)
+        if newest is not None:
+            self._settle_manifest(newest, named.values())
         for number in sorted(records.keys() - named.keys()):
             self._publish(records[number].staged, records[number].part)
             self._check_published(records[number].part, records[number].bytes)
         recorded = self.recorded_input()
         complete = recorded is not None and records.keys() >= {split.number for split in recorded[1]}
-        if newest is None or newest.complete != complete or named.keys() - {EMPTY_PART} != records.keys():
-            manifest = self._next_manifest(newest, records, run, complete=complete)
+        kept = newest is not None and len(named) == len(newest.parts)
+        if newest is None or not kept or newest.complete != complete or named.keys() - {EMPTY_PART} != records.keys():
+            manifest = self._next_manifest(newest, named, records, run, complete=complete)
             if not self.store.create(manifest_file(manifest.generation), encode(manifest)):
                 return self.finish(run)
-            self._settle_manifest(manifest)
+            self._settle_manifest(manifest, manifest.parts)
             newest = manifest
         if complete:
             self._sweep()
         return newest
 
-    def _commit(self, split: Split, source: Batches) -> None:
+    def _give_up_lost_parts(self) -> None:
+        """Marks the commit records whose parts are gone: they count no more, so that their rows are run again.
+
+        A mark and the record it is about never change or go, so that any number of workers may do this, and die at
+        it. Raises JobError if a part is there with another size: it may be the user's.
+        """
+        faults = self.faulty_parts()
+        if changed := [f"  {fault}" for fault in faults if fault.size is not None]:
+            advice = "put the right files back, or delete these, and their rows are run again"
+            raise JobError(
+                "\n".join([f"{self.store.url} has parts that are not as they were published:", *changed, advice])
+            )
+        commits = self._commits()
+        for fault in faults:
+            if fault.part.split in commits:
+                mark = {"attempt": self.attempt, "noticed": _timestamp()}
+                self.store.put(lost_mark(commits[fault.part.split]), encode(mark))
+            log.warning("%s/%s: its %s rows are run again", self.store.url, fault, f"{fault.part.rows:,}")
+
+    def _next_record(self, split: int) -> str:
+        """The name of the commit record that counts for the split, once it is there."""
+        names = set(self.store.names(SPLITS))
+        return next(name for n in itertools.count(1) if lost_mark(name := split_file(split, n)) not in names)
+
+    def _commit(self, split: Split, source: Batches, name: str) -> None:
         """Stages the split's part and tries to create its commit record."""
         tables = {segment: self._table(segment) for segment in self._segments(split.number)}
         results = Results([table for table in tables.values() if table is not None])
@@ -383,7 +480,7 @@ class Output(OutputView):
                 raise StorageError(f"{error}; run the same command again to make it") from error
             record = self._split_record(split, content, path)
             self.store.put_file(path, record.staged)
-        if not self.store.create(split_file(split.number), encode(record)):
+        if not self.store.create(name, encode(record)):
             self.store.delete([record.staged])
 
     def _split_record(self, split: Split, content: PartContent, path: Path) -> SplitRecord:
@@ -412,23 +509,31 @@ class Output(OutputView):
     def _check_published(self, part: str, size: int) -> None:
         found = self.store.size(part)
         if found != size:
-            state = "is gone" if found is None else f"has {found} bytes"
-            raise StorageError(f"{self.store.path(part)} {state}, not {size} bytes as recorded: {_START_AGAIN}")
+            state = "is gone" if found is None else f"has {found:,} bytes, not {size:,},"
+            raise StorageError(f"{self.store.path(part)} {state} since it was published: run the same command again")
 
     def _retire_snapshots(self) -> None:
         """Removes other attempts' partials of which every row is committed."""
-        committed = self._committed_numbers()
+        committed = self._commits().keys()
         for attempt, names in self._snapshots().items():
             if attempt != self.attempt and {row.split for row in self._newest_snapshot(names)} <= committed:
                 self.store.delete(names)
 
     def _next_manifest(
-        self, newest: Manifest | None, records: dict[int, SplitRecord], run: dict[str, Any], *, complete: bool
+        self,
+        newest: Manifest | None,
+        named: dict[int, PartEntry],
+        records: dict[int, SplitRecord],
+        run: dict[str, Any],
+        *,
+        complete: bool,
     ) -> Manifest:
         """The manifest after ``newest``; the parts that it names otherwise than they are published lie staged."""
         generation = newest.generation + 1 if newest else 1
-        entries = {part.split: part.model_copy(update={"staged": None}) for part in newest.parts} if newest else {}
-        parts = {number: entries.get(number) or _entry(record) for number, record in sorted(records.items())}
+        parts = {
+            number: named[number].model_copy(update={"staged": None}) if number in named else _entry(record)
+            for number, record in sorted(records.items())
+        }
         schema = None
         if complete and not records:
             parts[EMPTY_PART], schema = self._empty_part(generation)
@@ -470,7 +575,8 @@ class Output(OutputView):
         if entry.sha256 == record.sha256:
             return record.schema_arrow
         with self.store.local_copy(entry.name) as path:  # an earlier manifest had it written anew
-            return pq.read_schema(path)
+            written = pq.read_metadata(path).metadata[b"ARROW:schema"]  # reading by it would rename what lists hold
+        return decoded_schema(written)
 
     def _rewrite(self, entry: PartEntry, schema: pa.Schema, generation: int) -> PartEntry:
         with self.store.scratch() as directory, self.store.local_copy(entry.name) as published:
@@ -482,7 +588,7 @@ class Output(OutputView):
         """A part without rows, so that an output without any is a readable data set."""
         nothing = Split(InputFile("", "", 0, ""), 0, 1, 0)
         name = self.layout.part_name(0)
-        entry = PartEntry(name=name, split=EMPTY_PART, rows=0, ok=0, errors=0, bytes=0, sha256="")
+        entry = PartEntry(name=name, split=EMPTY_PART, attempt=self.attempt, rows=0, ok=0, errors=0, bytes=0, sha256="")
         with self.store.scratch() as directory:
             path = directory / "part"
             content = write_part(path, [], Results([]), nothing, self.layout)
@@ -494,9 +600,17 @@ class Output(OutputView):
         self.store.put_file(path, staged)
         return entry.model_copy(update=change)
 
-    def _settle_manifest(self, manifest: Manifest) -> None:
-        """Publishes what the manifest has staged unless that is done, checks its parts, and copies it for people."""
-        for part in manifest.parts:
+    def _published_parts(self, newest: Manifest | None, records: dict[int, SplitRecord]) -> dict[int, PartEntry]:
+        """The current parts of ``newest``, an empty part that is gone apart."""
+        parts = _current_parts(newest, records)
+        empty = parts.get(EMPTY_PART)
+        if empty and not self.store.exists(empty.name) and not (empty.staged and self.store.exists(empty.staged)):
+            del parts[EMPTY_PART]
+        return parts
+
+    def _settle_manifest(self, manifest: Manifest, parts: Iterable[PartEntry]) -> None:
+        """Publishes what the manifest has staged of ``parts`` unless that is done, checks them, and copies it."""
+        for part in parts:
             self._publish(part.staged, part.name)
             self._check_published(part.name, part.bytes)
         copy = encode(manifest)
@@ -513,9 +627,26 @@ class Output(OutputView):
         self.store.sweep_temporary(live_attempts(self.store))
 
 
+def _has_state(store: Store) -> bool:
+    """Whether batchrun recorded anything there, its job apart."""
+    return any(map(store.names, (SPLITS, MANIFESTS, SEGMENTS, PARTIALS))) or any(
+        map(_INPUT_NAME.fullmatch, store.names(HOME))
+    )
+
+
+def _refuse_state_alone(store: Store) -> None:
+    """Raises JobError if there is an output whose job nobody knows; one that is being removed is none."""
+    if not store.exists(REMOVING) and _has_state(store):
+        raise JobError(f"{store.path(JOB)} is missing: {PUT_BACK}")
+
+
 def _check_place(store: Store, *, overwrite: bool) -> None:
     """Raises JobError where something else is that an output could do harm to."""
     if store.exists(JOB) or store.exists(REMOVING):
+        return
+    if not overwrite:
+        _refuse_state_alone(store)
+    elif _has_state(store):
         return
     foreign = [name for name in store.entries() if name != HOME and not name.startswith(".")]
     ours_by_name = [name for name in foreign if _PART_NAME.fullmatch(name) or name == MANIFEST_COPY]
@@ -541,7 +672,7 @@ def _refuse_inputs(store: Store, inputs: Sequence[InputFile]) -> None:
 def _check_configuration(store: Store, configuration: dict[str, Any]) -> None:
     differences = _differences(OutputView(store).recorded_configuration(), configuration)
     if differences:
-        raise JobError("\n".join([f"{store.url} holds results of other settings:", *differences, _START_AGAIN]))
+        raise JobError("\n".join([f"{store.url} holds results of other settings:", *differences, START_AGAIN]))
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -566,19 +697,35 @@ def _dotted(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _input_changes(before: dict[str, InputFile], now: dict[str, InputFile]) -> list[str]:
+    """One line per file that differs, and how to go on if nothing but times do."""
     changes = [f"  {key}: is new" for key in now if key not in before]
     changes += [f"  {key}: is gone" for key in before if key not in now]
-    for key, file in before.items():
-        for field in ("size", "version"):
-            was, is_now = getattr(file, field), getattr(now.get(key, file), field)
-            if was != is_now:
-                changes.append(f"  {key}: {field} was {was}, is now {is_now}")
+    touched = []
+    for key, was in before.items():
+        is_now = now.get(key, was)
+        if was.size != is_now.size:
+            changes.append(f"  {key}: size was {was.size:,}, is now {is_now.size:,} bytes")
+        elif was.version != is_now.version:
+            versions = (_shown_version(was.version), _shown_version(is_now.version))
+            changes.append(f"  {key}: {versions[1]}, was {versions[0]}; its size is the same")
+            if versions[0].startswith("modified"):
+                touched.append(f"touch -d @{was.version[:-9]}.{was.version[-9:]} {shlex.quote(is_now.path)}")
+    if touched and len(touched) == len(changes):
+        changes.append(f"if the content is the same, too, give each file its time back, as in: {touched[0]}")
     return changes
+
+
+def _shown_version(version: str) -> str:
+    """What :attr:`InputFile.version` says to people: a time in local time, if it is one."""
+    if re.fullmatch(r"\d{19}", version) is None:  # nanoseconds since 1970, from 2001 on
+        return f"version {version}"
+    moment = datetime.datetime.fromtimestamp(int(version) / 1e9).astimezone()
+    return f"modified {moment:%Y-%m-%d %H:%M:%S}"
 
 
 def _remove_everything(store: Store) -> None:
     """Removes an output, leases apart. A removal that was cut short is known by its mark, and is finished first."""
-    if not store.exists(JOB) and not store.exists(REMOVING):
+    if not store.exists(JOB) and not store.exists(REMOVING) and not _has_state(store):
         return
     store.put(REMOVING, b"1")
     parts = [name for name in store.names("") if _PART_NAME.fullmatch(name)]
@@ -590,9 +737,18 @@ def _remove_everything(store: Store) -> None:
     store.delete([REMOVING])
 
 
+def _current_parts(manifest: Manifest | None, records: dict[int, SplitRecord]) -> dict[int, PartEntry]:
+    """The manifest's parts by split, without those of commit records that count no more."""
+    return {
+        part.split: part
+        for part in (manifest.parts if manifest else ())
+        if (part.attempt == records[part.split].attempt if part.split in records else part.split == EMPTY_PART)
+    }
+
+
 def _entry(record: SplitRecord) -> PartEntry:
     return PartEntry(
-        name=record.part, **record.model_dump(include={"split", "rows", "ok", "errors", "bytes", "sha256"})
+        name=record.part, **record.model_dump(include={"split", "attempt", "rows", "ok", "errors", "bytes", "sha256"})
     )
 
 

@@ -34,7 +34,15 @@ T = TypeVar("T")
 
 TEMPORARY = "_batchrun/tmp"  # files on their way into place, which a killed writer may leave behind
 
-_HOPELESS_ERRNO = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR}
+_HOPELESS_ERRNO = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.ENAMETOOLONG,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ELOOP,
+}
 _HOPELESS_TYPES = (FileNotFoundError, PermissionError, ValueError, TypeError, NotImplementedError, ImportError)
 _HOPELESS_NAMES = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "DefaultCredentialsError"}
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
@@ -51,6 +59,7 @@ class _Backend(Protocol):
     def read(self, name: str) -> bytes: ...
     def size(self, name: str) -> int | None: ...
     def names(self, directory: str) -> list[tuple[str, bool]]: ...  # (base name, is a directory)
+    def sizes(self, directory: str) -> dict[str, int]: ...  # base name of each file -> bytes
     def write(self, name: str, data: bytes) -> None: ...
     def write_file(self, source: Path, name: str) -> None: ...
     def create(self, name: str, data: bytes) -> None: ...
@@ -107,6 +116,10 @@ class Store:
         """Names of the files directly in ``directory`` (relative to the root), sorted; none when it does not exist."""
         found = self._persist("list", directory, lambda: self._backend.names(directory))
         return sorted(f"{directory}/{base}" if directory else base for base, is_directory in found if not is_directory)
+
+    def sizes(self, directory: str) -> dict[str, int]:
+        """Base names of the files directly in ``directory``, and their bytes."""
+        return self._persist("list", directory, lambda: self._backend.sizes(directory))
 
     def entries(self) -> list[str]:
         """Base names of the files and directories at the root, sorted; none when it does not exist."""
@@ -282,6 +295,14 @@ class _Disk:
         except FileNotFoundError:
             return []
 
+    def sizes(self, directory: str) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for base, is_directory in self.names(directory):
+            with suppress(FileNotFoundError):  # gone since, or a link to nothing
+                if not is_directory:
+                    found[base] = (self.root / directory / base).stat().st_size
+        return found
+
     def write(self, name: str, data: bytes) -> None:
         self._build(data, lambda built: self._rename(built, self.root / name))
 
@@ -361,14 +382,10 @@ class _Objects:
         return int(info["size"]) if info["type"] == "file" else None
 
     def names(self, directory: str) -> list[tuple[str, bool]]:
-        self.fs.invalidate_cache()
-        key = self._key(directory)
-        try:
-            found = self.fs.ls(key, detail=True)
-        except FileNotFoundError:
-            return []
-        inside = ((entry["name"].rstrip("/"), entry["type"] == "directory") for entry in found)
-        return [(path.rsplit("/", 1)[-1], is_directory) for path, is_directory in inside if path != key]
+        return [(base, entry["type"] == "directory") for base, entry in self._list(directory)]
+
+    def sizes(self, directory: str) -> dict[str, int]:
+        return {base: int(entry["size"]) for base, entry in self._list(directory) if entry["type"] != "directory"}
 
     def write(self, name: str, data: bytes) -> None:
         self.fs.pipe_file(self._key(name), data)
@@ -386,6 +403,17 @@ class _Objects:
     def delete(self, name: str) -> None:
         with suppress(FileNotFoundError):
             self.fs.rm_file(self._key(name))
+
+    def _list(self, directory: str) -> list[tuple[str, dict[str, Any]]]:
+        """Base name and fsspec's description of what is directly in the directory."""
+        self.fs.invalidate_cache()
+        key = self._key(directory)
+        try:
+            found = self.fs.ls(key, detail=True)
+        except FileNotFoundError:
+            return []
+        inside = ((entry["name"].rstrip("/"), entry) for entry in found)
+        return [(path.rsplit("/", 1)[-1], entry) for path, entry in inside if path != key]
 
     def _key(self, name: str) -> str:
         return f"{self.root}/{name}" if name else self.root

@@ -19,7 +19,7 @@ class Status:
     """What an output says of its job. Rows of a split that is not committed count as done once they are durable."""
 
     output: str
-    state: Literal["done", "running", "stopped"]
+    state: Literal["done", "running", "stopped", "damaged"]
     holder: str | None  # who works on it
     rows: int  # of the input; blank lines and rows that input.where drops count until their split is committed
     done_rows: int
@@ -31,6 +31,7 @@ class Status:
     completion_tokens: int
     manifest: str | None  # when the newest manifest was written, ISO 8601
     progress: dict[str, Any] | None  # what the newest attempt last said of itself
+    faults: list[str]  # what is wrong with published parts; not looked for while somebody works on them
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2)
@@ -49,6 +50,7 @@ class Status:
         if self.holder is not None and self.progress is not None:
             running, waiting = (self.progress.get(name, "?") for name in ("running", "waiting"))
             lines.append(("last word", f"{running} running, {waiting} waiting at {self.progress.get('written')}"))
+        lines += [("damaged", fault) for fault in self.faults]
         return f"{self.output}: {self.state}\n{table(lines)}"
 
 
@@ -61,17 +63,18 @@ def read_status(target: str, overrides: Sequence[str] = ()) -> Status:
     view = OutputView.at(path, options)
     if view is None:
         raise JobError(f"{path}: no output of batchrun is there; nothing was submitted yet")
+    holder = view.holder()
     _, splits = view.recorded_input() or ([], [])
     committed = view.committed()
     rows = sum(committed[split.number].rows if split.number in committed else split.n_rows for split in splits)
     committed_rows = sum(record.rows for record in committed.values())
     pending = sum(map(len, view.done_rows().values()))
     manifest = view.manifest()
-    holder = view.holder()
-    complete = manifest is not None and manifest.complete
+    faults = [] if holder is not None else [str(fault) for fault in view.faulty_parts()]
+    complete = manifest is not None and manifest.complete and committed.keys() >= {split.number for split in splits}
     return Status(
         output=path,
-        state="running" if holder is not None else "done" if complete else "stopped",
+        state="running" if holder else "damaged" if faults else "done" if complete else "stopped",
         holder=None if holder is None else str(holder),
         rows=rows,
         done_rows=committed_rows + pending,
@@ -83,4 +86,5 @@ def read_status(target: str, overrides: Sequence[str] = ()) -> Status:
         completion_tokens=sum(record.completion_tokens for record in committed.values()),
         manifest=None if manifest is None else manifest.created,
         progress=view.read_status(),
+        faults=faults,
     )
