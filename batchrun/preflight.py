@@ -1,30 +1,30 @@
 """Everything that can be wrong with a job and be known before its model loads; ``validate``, ``plan`` and ``submit``
 all begin here.
 
-Reads the job's input as far as its schema and first rows, and of the model its configuration and tokenizer.
+Reads the job's input as far as its schema and first rows, and of the model its configuration, its tokenizer and the
+headers of its weights. Writes nothing.
 """
 
 from __future__ import annotations
 
+import os
 import posixpath
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-from jinja2 import nodes
-from jinja2.sandbox import SandboxedEnvironment
-
-from batchrun.data.files import file_format
 from batchrun.data.parts import Layout, check_columns
 from batchrun.data.prompt import PromptBuilder
 from batchrun.data.rows import InputFile, PreparedRow
-from batchrun.data.source import Source
+from batchrun.data.source import SAMPLED_ROWS, Source
 from batchrun.data.template import RowTemplate
 from batchrun.engine import memory
-from batchrun.errors import JobError
-from batchrun.job import InputSpec, JobSpec, PromptSpec
+from batchrun.errors import JobError, without_credentials
+from batchrun.job import JobSpec, PromptSpec
 from batchrun.model_files import ModelFiles, resolve
+from batchrun.models.families import model_config
 from batchrun.text import format_bytes, format_count, table
 from batchrun.tokenization.tokenizer import Tokenizer
 
@@ -44,6 +44,7 @@ class Preflight:
     dtype: str
     max_model_len: int
     kv_budget: int | None  # bytes; None: a GPU whose driver does not tell its memory
+    warnings: list[str]  # one line each: what may be meant, and is likely not
 
     def prompts(self) -> PromptBuilder:
         return PromptBuilder(self.job.prompt, self.job.sampling, self.tokenizer, self.max_model_len)
@@ -57,9 +58,10 @@ class Preflight:
             ("columns", ", ".join(self.columns or ["none known"])),
             ("model", f"{self.model.reference} ({self.model.revision})"),
             ("runs as", f"{self.dtype} on {self.device}, up to {self.max_model_len:,} tokens a row"),
-            ("output", f"{self.job.output.path} ({self.job.output.format})"),
+            ("output", f"{without_credentials(self.job.output.path)} ({self.job.output.format})"),
         ]
-        return f"{self.job.name}: valid\n{table(lines)}"
+        warnings = "".join(f"\nwarning: {warning}" for warning in self.warnings)
+        return f"{self.job.name}: valid\n{table(lines)}{warnings}"
 
     def first_prompt(self) -> str:
         """The prompt of the first row, as the model will see it, with its token ids; or why there is none."""
@@ -80,26 +82,72 @@ class Preflight:
                     yield from builder.build([row])
 
 
-def preflight(job: JobSpec) -> Preflight:
-    """Check ``job`` in the order of what is cheapest to know. Raises JobError saying what is wrong and where."""
-    layout = Layout.of(job)
-    source = Source(job.input)
-    inputs = source.files()
-    _check_places(job, inputs)
-    columns = source.schema_names(inputs)
-    complete = _is_typed(job.input, inputs)
-    if columns is not None:
-        _check_prompt_columns(job, columns, complete)
-    visible = [name for name in columns or [] if job.input.columns is None or name in job.input.columns]
-    check_columns(layout, visible, complete=complete)
+class _Faults:
+    """What is wrong with a job, gathered so that all of it is told at once."""
 
-    model = resolve(job.model.name_or_path, job.model.revision, weights=False)
-    tokenizer = Tokenizer.load(model)
-    if (job.prompt.messages or job.prompt.messages_column) and tokenizer.chat_template is None:
-        raise JobError(f"prompt: {model.reference} has no chat template; use prompt.template")
-    device = memory.resolve_device(job.engine.device)
-    dtype = memory.resolve_dtype(job.model.dtype, device)
-    max_model_len = memory.resolve_max_model_len(model.config, job.model)
+    def __init__(self, job: JobSpec) -> None:
+        self._job = job
+        self._found: list[str] = []
+
+    @contextmanager
+    def about(self, field: str) -> Iterator[None]:
+        """What is done within is about ``field``, and is left where it fails: what follows there needs what failed."""
+        try:
+            yield
+        except JobError as error:
+            self._found += [_with_field(line, field) for line in str(error).splitlines()]
+
+    def raise_any(self) -> None:
+        if self._found:
+            raise JobError("\n".join(self._job.located(dict.fromkeys(self._found))))
+
+
+def _with_field(message: str, field: str) -> str:
+    """``message``, beginning with a field of the job: its own, or else ``field``."""
+    own, separator, _ = message.partition(": ")
+    return message if separator and own.partition(".")[0] in JobSpec.model_fields else f"{field}: {message}"
+
+
+def preflight(job: JobSpec) -> Preflight:
+    """Check ``job``. Raises JobError with a line for each fault, saying what is wrong and where.
+
+    What depends on something that is wrong is not looked at.
+    """
+    faults = _Faults(job)
+    layout: Layout | None = None
+    device: memory.Device | None = None
+    warnings: list[str] = []
+    with faults.about("output"):
+        layout = Layout.of(job)
+    with faults.about("output.path"):
+        _check_writable(job.output.path)
+    with faults.about("input"):
+        source = Source(job.input)
+        inputs = source.files()
+        with faults.about("output.path"):
+            _check_places(job, inputs)
+        columns = source.schema_names(inputs)
+        if columns is not None:
+            with faults.about("output"):
+                _check_layout(job, layout, columns)
+            warnings = _check_columns(job, source, columns, complete=source.is_typed(inputs))
+            source.check_columns(inputs)
+    with faults.about("engine.device"):
+        device = memory.resolve_device(job.engine.device)
+        memory.resolve_max_num_batched_tokens(job.engine, device)
+    with faults.about("model.name_or_path"):
+        model = resolve(job.model.name_or_path, job.model.revision, weights=False)
+        with faults.about("model.name_or_path"):
+            tokenizer = Tokenizer.load(model)
+            _check_chat_template(job.prompt, model, tokenizer)
+        model_config(model.config)
+        max_model_len = memory.resolve_max_model_len(model.config, job.model)
+        if device is not None:
+            dtype = memory.resolve_dtype(job.model.dtype, device)
+            kv_budget = _kv_budget(job, model, device, dtype, max_model_len)
+    faults.raise_any()
+    assert layout is not None  # else there was a fault
+    assert device is not None
     return Preflight(
         job=job,
         source=source,
@@ -111,8 +159,14 @@ def preflight(job: JobSpec) -> Preflight:
         device=device,
         dtype=dtype,
         max_model_len=max_model_len,
-        kv_budget=_kv_budget(job, model, device, dtype, max_model_len),
+        kv_budget=kv_budget,
+        warnings=job.located(warnings),
     )
+
+
+def _check_chat_template(prompt: PromptSpec, model: ModelFiles, tokenizer: Tokenizer) -> None:
+    if (prompt.messages or prompt.messages_column) and tokenizer.chat_template is None:
+        raise JobError(f"prompt: {model.reference} has no chat template; use prompt.template")
 
 
 def _kv_budget(job: JobSpec, model: ModelFiles, device: memory.Device, dtype: str, max_model_len: int) -> int | None:
@@ -130,6 +184,24 @@ def _kv_budget(job: JobSpec, model: ModelFiles, device: memory.Device, dtype: st
     return memory.kv_budget(job.engine, device, bytes_per_token=per_token, max_model_len=max_model_len, free=free)
 
 
+def _check_writable(path: str) -> None:
+    """A local output has to be a directory that can be written, or be made."""
+    scheme, separator, rest = path.partition("://")
+    if (separator and scheme != "file") or "::" in path:
+        return
+    place = Path(rest if separator else path).absolute()
+    found = next(parent for parent in (place, *place.parents) if os.path.lexists(parent))
+    if not found.exists():
+        reason = f"{found} is a link that leads nowhere"
+    elif not found.is_dir():
+        reason = f"{found} is no directory"
+    elif not os.access(found, os.W_OK | os.X_OK):
+        reason = f"{found} is read-only"
+    else:
+        return
+    raise JobError(f"{path} cannot be written: {reason}")
+
+
 def _check_places(job: JobSpec, inputs: list[InputFile]) -> None:
     """The output must not lie where a later run would read it as input, nor the input where results go."""
     if job.input.format == "datasets":
@@ -139,7 +211,7 @@ def _check_places(job: JobSpec, inputs: list[InputFile]) -> None:
     for path in [*paths, *(file.path for file in inputs)]:
         place = _normal(path.partition("**")[0])  # what a recursive pattern may reach
         if place == output or place.startswith(f"{output}/") or output.startswith(f"{place}/"):
-            raise JobError(f"output.path: {job.output.path} and input.path: {path} must not lie within each other")
+            raise JobError(f"{job.output.path} and input.path: {path} must not lie within each other")
 
 
 def _normal(path: str) -> str:
@@ -147,59 +219,58 @@ def _normal(path: str) -> str:
     scheme, separator, rest = path.partition("://")
     if separator and scheme != "file":
         return f"{scheme}://{posixpath.normpath(rest)}"
-    return str(Path(rest if separator else path).resolve())
+    return os.path.realpath(rest if separator else path)
 
 
-def _is_typed(spec: InputSpec, inputs: list[InputFile]) -> bool:
-    """Whether the columns that are known are all there can be."""
-    return spec.format in ("parquet", "datasets") or all(file_format(file.path) == "parquet" for file in inputs)
+def _check_layout(job: JobSpec, layout: Layout | None, columns: list[str]) -> None:
+    if layout is not None:
+        check_columns(layout, [name for name in columns if job.input.columns is None or name in job.input.columns])
 
 
-def _check_prompt_columns(job: JobSpec, columns: list[str], complete: bool) -> None:
-    """Every column that the prompt or an id needs has to be known; of JSONL, the first 100 lines of each file tell.
+def _check_columns(job: JobSpec, source: Source, columns: list[str], *, complete: bool) -> list[str]:
+    """Every column that the job names has to be known; of JSONL, the first lines of each file tell.
 
-    Per-row sampling may be rare, so that only a schema can say that its column is not there.
+    Returns warnings: what few rows may have and none of those lines has. ``complete``: there are no more columns.
     """
-    wanted: list[tuple[str, str | None, bool]] = [
-        (f"prompt.{form}", name, True) for form, name in _prompt_columns(job.prompt)
-    ]
-    wanted += [
-        ("input.id_column", job.input.id_column, True),
-        ("sampling.from_column", job.sampling.from_column, complete),
-    ]
-    faults = []
-    for field, name, has_to_be_known in wanted:
-        if name is None:
-            continue
-        if job.input.columns is not None and name not in job.input.columns:
+    faults, warnings = [], []
+    for field, name, is_rare in _named_columns(job, source):
+        if job.input.columns is not None and name not in job.input.columns and field != "input.where":
             faults.append(f"{field}: column {name!r} is not among input.columns")
-        elif has_to_be_known and name not in columns:
+        elif name not in columns and is_rare and not complete:
+            warnings.append(f"{field}: column {name!r} is in none of the first {SAMPLED_ROWS} lines of any file")
+        elif name not in columns:
             close = get_close_matches(name, columns, n=1)
             hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(columns)}"
             faults.append(f"{field}: column {name!r} is not in the input; {hint}")
     if faults:
         raise JobError("\n".join(faults))
+    return warnings
+
+
+def _named_columns(job: JobSpec, source: Source) -> Iterator[tuple[str, str, bool]]:
+    """Each column that the job names, with the field that does, and whether few rows may have it."""
+    for field, name in _prompt_columns(job.prompt):
+        yield f"prompt.{field}", name, False
+    if job.input.id_column is not None:
+        yield "input.id_column", job.input.id_column, False
+    for name in source.where_columns:
+        yield "input.where", name, False
+    if not isinstance(job.output.keep_columns, bool):
+        for name in job.output.keep_columns:
+            yield "output.keep_columns", name, False
+    for name in job.input.columns or ():
+        yield "input.columns", name, True
+    if job.sampling.from_column is not None:
+        yield "sampling.from_column", job.sampling.from_column, True
 
 
 def _prompt_columns(prompt: PromptSpec) -> Iterator[tuple[str, str]]:
-    """The columns that every row must have, each with the field that names it."""
+    """The columns that every row must have, each with the key that names it."""
     for form in ("messages_column", "token_ids_column"):
         if (name := getattr(prompt, form)) is not None:
             yield form, name
     templates = [("template", prompt.template)] if prompt.template is not None else []
     templates += [(f"messages.{i}.content", message.content) for i, message in enumerate(prompt.messages or ())]
-    for form, template in templates:
-        for name in sorted(RowTemplate(template, f"prompt.{form}").columns - _optional(template)):
-            yield form, name
-
-
-def _optional(template: str) -> set[str]:
-    """Names that a template tests with ``is defined`` or gives a ``default``: rows may lack them."""
-    uses = SandboxedEnvironment().parse(template).find_all((nodes.Test, nodes.Filter))
-    return {
-        use.node.name
-        for use in uses
-        if isinstance(use, nodes.Test | nodes.Filter)
-        and isinstance(use.node, nodes.Name)
-        and use.name in ("defined", "undefined", "default", "d")
-    }
+    for key, template in templates:
+        for name in sorted(RowTemplate(template, f"prompt.{key}").required):
+            yield key, name

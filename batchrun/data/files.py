@@ -40,7 +40,7 @@ def filesystem(path: str, options: dict[str, Any]) -> tuple[Any, str]:
         return LocalFileSystem(), str(Path(path).absolute())
     try:
         fs, inner = fsspec.core.url_to_fs(path, use_listings_cache=False, **options)
-    except (ValueError, ImportError) as error:  # unknown protocol, or its package is not installed
+    except Exception as error:  # unknown protocol or option, its package is not installed, ...
         raise JobError(f"input.path: {path}: {error}") from None
     return fs, inner
 
@@ -70,20 +70,25 @@ def find_files(
 
     ``wanted`` other than "auto" also takes files of unknown kinds that a path or glob names itself. Keys are unique:
     of two files with equal keys under different ``paths``, the later gets ``#2`` at its end. A file that two paths
-    name is taken once. Raises JobError for a path that leads to no file.
+    name is taken once. Raises JobError for a path that leads to no file, and for links that lead nowhere.
     """
     files: dict[str, InputFile] = {}
     skipped: list[str] = []
+    faults: list[str] = []
     keys: set[str] = set()
     for path in paths:
         before = len(skipped)
-        found = list(_expand(path, wanted, options, skipped))
+        found = list(_expand(path, wanted, options, skipped, faults))
+        if faults:
+            continue
         if not found:
             passed = f"; passed over {', '.join(skipped[before:][:5])}" if len(skipped) > before else ""
             raise JobError(f"input.path: no input file at {path}{passed}")
         for file in found:
             if file.path not in files:
                 files[file.path] = replace(file, key=_unique(file.key, keys))
+    if faults:
+        raise JobError("\n".join(faults))
     return list(files.values()), skipped
 
 
@@ -93,13 +98,15 @@ def current_version(file: InputFile, options: dict[str, Any]) -> InputFile:
     return _input_file(fs, file.key, file.path, fs.info(path))
 
 
-def _expand(path: str, wanted: str, options: dict[str, Any], skipped: list[str]) -> Iterator[InputFile]:
+def _expand(
+    path: str, wanted: str, options: dict[str, Any], skipped: list[str], faults: list[str]
+) -> Iterator[InputFile]:
     fs, inner = filesystem(path, options)
     try:
         kind = fs.info(inner)["type"]
     except FileNotFoundError:
         kind = None
-    except OSError as error:
+    except Exception as error:  # file systems raise anything: no credentials, no such host
         raise JobError(f"input.path: {path}: {error}") from None
     if kind == "file":
         if wanted == "auto" and file_format(inner) is None:
@@ -112,11 +119,17 @@ def _expand(path: str, wanted: str, options: dict[str, Any], skipped: list[str])
     for match, info in matches.items():
         infos |= fs.find(match, detail=True) if info["type"] == "directory" else {match: info}
     for name in sorted(infos):
-        key = name.removeprefix(root.rstrip("/") + "/")
-        if _taken(key, wanted, named=matches.get(name) is not None):
-            yield _input_file(fs, key, _url(fs, name, path), infos[name])
+        key, url = name.removeprefix(root.rstrip("/") + "/"), _url(fs, name, path)
+        if not _taken(key, wanted, named=matches.get(name) is not None):
+            skipped.append(url)
+            continue
+        try:
+            file = _input_file(fs, key, url, infos[name])
+        except OSError as error:
+            link = "is a link that leads nowhere: " if infos[name].get("islink") else ""
+            faults.append(f"input.path: {url}: {link}{error.strerror}")
         else:
-            skipped.append(_url(fs, name, path))
+            yield file
 
 
 def _glob(fs: Any, pattern: str) -> dict[str, Any]:

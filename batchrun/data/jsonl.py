@@ -142,11 +142,18 @@ def _read_lines(file: InputFile, options: dict[str, Any], offset: int) -> Iterat
 
 
 def _until_damage(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """``chunks`` up to the damage, which the scan has put into the split's ``error``."""
+    """``chunks`` up to the damage, which the scan has put into the split's ``error``.
+
+    Raises UnreadableFileError, as the scan does, where nothing comes before it.
+    """
+    begun = False
     try:
-        yield from chunks
-    except DamagedError:
-        return
+        for chunk in chunks:
+            begun = True
+            yield chunk
+    except DamagedError as damage:
+        if not begun:
+            raise UnreadableFileError(str(damage)) from None
 
 
 def _parse(file: InputFile, rows: list[int], lines: list[bytes]) -> Batch:

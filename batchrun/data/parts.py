@@ -110,11 +110,8 @@ class Layout:
         return column not in OPTIONAL_COLUMNS or bool(getattr(self, column))
 
 
-def check_columns(layout: Layout, input_names: Iterable[str], *, complete: bool = True) -> None:
-    """Raises JobError if kept input columns clash with result columns, or are not there.
-
-    ``complete`` says that ``input_names`` are all there can be, as in Parquet; of JSONL only some are known.
-    """
+def check_columns(layout: Layout, input_names: Iterable[str]) -> None:
+    """Raises JobError if kept input columns clash with result columns."""
     names = list(input_names)
     if twice := _repeated(names):
         raise JobError(f"input: more than one column is named {', '.join(twice)}")
@@ -124,9 +121,6 @@ def check_columns(layout: Layout, input_names: Iterable[str], *, complete: bool 
             f"output: {', '.join(clashes)} would be both an input column and a result column; give the result another "
             f"name (output.columns: {{{results[clashes[0]]}: NAME}}) or leave the input out of output.keep_columns"
         )
-    wanted = [] if isinstance(layout.keep, bool) else list(layout.keep)
-    if complete and (absent := [name for name in wanted if name not in names]):
-        raise JobError(f"output.keep_columns: {', '.join(absent)}: not in the input, which has {', '.join(names)}")
 
 
 def _repeated(names: Iterable[str]) -> list[str]:

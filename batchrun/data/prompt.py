@@ -239,7 +239,7 @@ def _token_ids(value: Any, vocab_size: int) -> list[int]:
         raise RowError("bad_prompt", "token ids have to be a list of whole numbers")
     strange = next((token for token in value if not 0 <= token < vocab_size), None)
     if strange is not None:
-        raise RowError("bad_prompt", f"token id {strange} is not among the model's {vocab_size}")
+        raise RowError("bad_prompt", f"token id {strange}: the tokenizer's go from 0 to {vocab_size - 1}")
     return value
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _SCAN_THREADS = 8  # storage is waited for more than computed with
-_SAMPLED_ROWS = 100
+SAMPLED_ROWS = 100
 
 
 class Source:
@@ -97,10 +97,24 @@ class Source:
             if batch.rows:
                 yield batch
 
+    @property
+    def where_columns(self) -> tuple[str, ...]:
+        """The columns that ``spec.where`` looks at."""
+        return self._where.columns if self._where is not None else ()
+
+    def is_typed(self, files: Iterable[InputFile]) -> bool:
+        """Whether every one of ``files`` has a schema, so that the columns known are all there can be."""
+        return all(self._format(file) != "jsonl" for file in files)
+
+    def check_columns(self, files: Sequence[InputFile]) -> None:
+        """Raises JobError naming every Parquet file and dataset that lacks a column, as :meth:`splits` does."""
+        _each_file(self._require_columns, [file for file in files if self.is_typed([file])])
+
     def schema_names(self, files: Sequence[InputFile]) -> list[str] | None:
         """The columns known before everything is read, in order, before projection; None when no row tells any.
 
-        Those of every Parquet file and dataset, and of the first 100 lines of every JSONL file.
+        Those of every Parquet file and dataset, and of the first 100 lines of every JSONL file. Raises JobError naming
+        every file of which nothing can be read.
         """
         names = dict.fromkeys(itertools.chain.from_iterable(_each_file(self._columns, files)))
         return list(names) or None
@@ -111,17 +125,24 @@ class Source:
     def _scan(self, file: InputFile) -> list[Split]:
         if self._format(file) == "jsonl":
             return jsonl.scan(file, self.spec.storage_options, self.spec.split_rows)
+        splits = self._scan_schema(file)
+        self._require_columns(file)
+        return splits
+
+    def _scan_schema(self, file: InputFile) -> list[Split]:
         if self._format(file) == "datasets":
             dataset = self._dataset(file)
             splits, names = hub.scan(file, dataset, self.spec.split_rows), dataset.column_names
         else:
             splits, names = parquet.scan(file, self.spec.storage_options, self.spec.split_rows, self._wanted_columns())
         self._names[file.key] = names
-        known = {*names, *hive_columns(file.key)}
-        missing = [name for name in self._required_columns() if name not in known]
+        return splits
+
+    def _require_columns(self, file: InputFile) -> None:
+        names = self._columns(file)
+        missing = [name for name in self._required_columns() if name not in names]
         if missing:
             raise UnreadableFileError(f"has no column {missing[0]!r}; it has {', '.join(names)}")
-        return splits
 
     def _read(self, split: Split) -> Iterator[Batch]:
         if self._format(split.file) == "datasets":
@@ -133,8 +154,7 @@ class Source:
         return parquet.read(split, self.spec.storage_options, self._wanted_columns())
 
     def _required_columns(self) -> list[str]:
-        filtered = self._where.columns if self._where is not None else ()
-        return list(dict.fromkeys([*(self.spec.columns or ()), *filtered]))
+        return list(dict.fromkeys([*(self.spec.columns or ()), *self.where_columns]))
 
     def _wanted_columns(self) -> list[str] | None:
         """What has to be read; None for everything."""
@@ -142,12 +162,12 @@ class Source:
 
     def _columns(self, file: InputFile) -> list[str]:
         if self._format(file) == "jsonl":
-            head = jsonl.JsonlReader(self.spec.storage_options).read(Split(file, 0, 1, _SAMPLED_ROWS))
+            head = jsonl.JsonlReader(self.spec.storage_options).read(Split(file, 0, 1, SAMPLED_ROWS))
             records = itertools.chain.from_iterable(batch.records or [] for batch in head)
             names = list(itertools.chain.from_iterable(record for record in records if record is not None))
         else:
             if file.key not in self._names:
-                self._scan(file)
+                self._scan_schema(file)
             names = self._names[file.key]
         return [*names, *hive_columns(file.key)]
 

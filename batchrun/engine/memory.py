@@ -6,10 +6,12 @@ imports no torch. A configuration is the dictionary of a Hugging Face ``config.j
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import subprocess
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +27,7 @@ Config = Mapping[str, Any]
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 RESERVED_BLOCKS = 1  # block 0 fills up block tables and is never handed out
 _GIB = 1 << 30
+_CGROUP = Path("/sys/fs/cgroup")
 _CPU_KV_CEILING = 4 * _GIB
 _CPU_KV_SHARE = 0.25
 _CPU_ONE_SEQUENCE_SHARE = 0.75  # an automatic budget grows this far to hold one whole sequence
@@ -34,13 +37,37 @@ _ROPE_ALREADY_SCALED = {"default", "llama3", "longrope", "su", "mrope"}
 
 
 def resolve_device(device: str) -> Device:
-    """``auto`` is ``cuda`` where a visible NVIDIA driver answers for one, else ``cpu``."""
-    if device == "cuda":
-        return "cuda"
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in {"", "-1"}
-    if device == "cpu" or hidden or not Path("/proc/driver/nvidia/version").exists():
+    """``auto`` is ``cuda`` where there is a device that PyTorch can use, else ``cpu``.
+
+    Raises JobError where ``cuda`` is asked for and cannot be.
+    """
+    if device == "cpu":
         return "cpu"
-    return "cuda" if any(Path("/dev").glob("nvidia[0-9]*")) else "cpu"
+    reason = _why_no_cuda()
+    if reason is None:
+        return "cuda"
+    if device == "cuda":
+        raise JobError(f"engine.device: cuda cannot be used: {reason}")
+    return "cpu"
+
+
+def _why_no_cuda() -> str | None:
+    """Why PyTorch has no CUDA device, found out without it; None where it has one."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in {"", "-1"}:
+        return "CUDA_VISIBLE_DEVICES hides every GPU"
+    torch = find_spec("torch")
+    if torch is not None and torch.origin is not None:
+        build = Path(torch.origin).with_name("version.py")
+        if build.exists() and re.search(r"^cuda\b.*= None$", build.read_text(encoding="utf-8"), re.MULTILINE):
+            return "the installed PyTorch is built without CUDA"
+    count = ctypes.c_int(0)
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "there is no NVIDIA driver"
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0 or count.value == 0:
+        return "the NVIDIA driver shows no GPU"
+    return None
 
 
 def resolve_dtype(dtype: str, device: str) -> str:
@@ -134,14 +161,23 @@ def resolve_max_num_batched_tokens(spec: EngineSpec, device: Device) -> int:
     return spec.max_num_batched_tokens
 
 
+def total_memory() -> int:
+    """Bytes of host memory that this process could ever have, a container's limit included."""
+    total = int(psutil.virtual_memory().total)
+    try:
+        limit = (_CGROUP / "memory.max").read_text(encoding="ascii").strip()
+    except OSError:
+        return total
+    return total if limit == "max" else min(total, int(limit))
+
+
 def available_memory() -> int:
     """Bytes of host memory that this process may still take, a container's limit included."""
     available = int(psutil.virtual_memory().available)
-    group = Path("/sys/fs/cgroup")
     try:
-        limit = (group / "memory.max").read_text(encoding="ascii").strip()
-        used = int((group / "memory.current").read_text(encoding="ascii"))
-        cache = re.search(r"^inactive_file (\d+)$", (group / "memory.stat").read_text(encoding="ascii"), re.MULTILINE)
+        limit = (_CGROUP / "memory.max").read_text(encoding="ascii").strip()
+        used = int((_CGROUP / "memory.current").read_text(encoding="ascii"))
+        cache = re.search(r"^inactive_file (\d+)$", (_CGROUP / "memory.stat").read_text(encoding="ascii"), re.MULTILINE)
     except OSError:
         return available
     if limit == "max":
@@ -172,11 +208,17 @@ def kv_budget(spec: EngineSpec, device: Device, *, bytes_per_token: int, max_mod
     ``free`` is the memory that may be taken: on a CPU :func:`available_memory`, on a GPU what
     ``gpu_memory_utilization`` leaves beside weights, all of which ``auto`` takes there.
 
-    Raises JobError when the budget cannot hold one sequence of ``max_model_len`` tokens.
+    Raises JobError when the budget cannot hold one sequence of ``max_model_len`` tokens, or no memory holds the budget.
     """
     needed = sequence_bytes(max_model_len, bytes_per_token=bytes_per_token, block_size=spec.block_size)
     if spec.kv_cache_memory != "auto":
         budget = int(spec.kv_cache_memory)
+        total = total_memory() if device == "cpu" else gpu_memory()
+        if total is not None and budget > total:
+            there_is = format_bytes(total)
+            raise JobError(
+                f"engine.kv_cache_memory: {format_bytes(budget)} is more than the memory there is: {there_is}"
+            )
     elif device == "cuda":
         budget = max(0, free)
     else:

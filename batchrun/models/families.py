@@ -11,6 +11,11 @@ from batchrun.models.config import ModelConfig, RopeConfig
 Config = Mapping[str, Any]
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+_ROPE_PARAMETERS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
 
 
 def model_config(config: Config) -> ModelConfig:
@@ -18,7 +23,12 @@ def model_config(config: Config) -> ModelConfig:
     names = list(config.get("architectures") or [])
     for name in names:
         if name in FAMILIES:
-            return FAMILIES[name](config)
+            try:
+                return FAMILIES[name](config)
+            except KeyError as error:
+                raise JobError(f"model config: {error.args[0]} is missing") from None
+            except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+                raise JobError(f"model config: not understood: {error}") from None
     known = ", ".join(sorted(FAMILIES))
     raise JobError(f"model architecture {', '.join(names) or '(none named)'} is not supported; supported are: {known}")
 
@@ -53,6 +63,8 @@ def _rope(config: Config) -> RopeConfig:
     theta = float(given.pop("rope_theta", config.get("rope_theta", 10_000.0)))
     if kind == "yarn":
         given.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
+    for parameter in _ROPE_PARAMETERS.get(kind, ()):
+        given[parameter] = float(given[parameter])
     if given.pop("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
         raise JobError("model config: a partial rotary embedding is not supported")
     return RopeConfig(theta, kind, given)
