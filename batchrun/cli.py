@@ -10,6 +10,8 @@ import click
 
 from batchrun import __version__
 from batchrun.errors import BatchrunError
+from batchrun.signals import interruptible
+from batchrun.streams import outlive_readers
 from batchrun.text import parse_duration
 
 
@@ -27,6 +29,10 @@ class _Duration(click.ParamType[float]):
 
 class _Commands(click.Group):
     """Commands whose own errors are one readable text and an exit code; anything unexpected keeps its traceback."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        outlive_readers()
+        return super().main(*args, **kwargs)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -80,6 +86,7 @@ def plan(job: str, overrides: tuple[str, ...], limit: int | None, as_json: bool)
 @click.option("--overwrite", is_flag=True, help="Discard what the output holds and start again.")
 @click.option("--dry-run", is_flag=True, help="Print the first prompt and its token ids, and stop.")
 @click.option("--max-time", type=_Duration(), help="Commit what is done after this time (90, 15m, 04:00:00), exit 75.")
+@interruptible()
 def submit(
     job: str, overrides: tuple[str, ...], limit: int | None, overwrite: bool, dry_run: bool, max_time: float | None
 ) -> None:

@@ -7,6 +7,7 @@ and makes them durable (`batchrun.data.writer`). The caller's thread waits for s
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 import sys
@@ -18,7 +19,7 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from batchrun.data.feed import Feed, Window
+from batchrun.data.feed import Feed, FeedKilledError, Window
 from batchrun.data.rows import InputFile, PartialRow, PreparedRow, RowResult, Split
 from batchrun.data.sink import Output
 from batchrun.data.source import Source
@@ -29,6 +30,7 @@ from batchrun.errors import (
     EXIT_STOPPED,
     EXIT_THRESHOLD,
     ROW_ERROR_KINDS,
+    JobError,
     StoppedError,
     ThresholdError,
     row_error,
@@ -68,13 +70,12 @@ def run_job(job: JobSpec, *, limit: int | None = None, overwrite: bool = False, 
         numerics=numerics(ready.device, ready.dtype, reproducible=job.model.reproducible),
     )
     deadline = None if max_time is None else started + max_time
-    with (
-        Output.open(job.output, configuration, ready.layout, inputs=ready.inputs, overwrite=overwrite) as output,
-        StopSignals(deadline) as stop,
-    ):
+    with ExitStack() as stack:
+        output = stack.enter_context(
+            Output.open(job.output, configuration, ready.layout, inputs=ready.inputs, overwrite=overwrite)
+        )
         splits = _splits(output, ready.source, ready.inputs, limit)
-        output.record_input(ready.inputs, splits)
-        run = _Run(ready, output, splits, stop)
+        run = _Run(ready, output, splits, stack.enter_context(StopSignals(deadline)))
         run.work()
         report = run.report(time.monotonic() - started)
         if not run.stopped:
@@ -91,10 +92,15 @@ def run_job(job: JobSpec, *, limit: int | None = None, overwrite: bool = False, 
 
 
 def _splits(output: Output, source: Source, files: list[InputFile], limit: int | None) -> list[Split]:
-    """The splits that were recorded, then those of the rows after them, up to ``limit`` rows in all."""
+    """The splits to have done, recorded: those that were before, then those of the rows after them, up to ``limit``.
+
+    Raises JobError where ``limit`` is below the rows that were recorded, unless they are committed up to there.
+    """
     splits = output.check_input(files) if output.recorded_input() is not None else []
-    ends = {split.file.key: split.first_row + split.n_rows for split in splits}
     total = sum(split.n_rows for split in splits)
+    if limit is not None and limit < total:
+        return _committed_splits(output, splits, limit)
+    ends = {split.file.key: split.first_row + split.n_rows for split in splits}
     for split in source.splits(files):
         end = ends.get(split.file.key)
         if end is not None and split.first_row + split.n_rows <= end:
@@ -107,7 +113,22 @@ def _splits(output: Output, source: Source, files: list[InputFile], limit: int |
             split, _ = source.cut(split, limit - total)
         total += split.n_rows
         splits.append(replace(split, number=len(splits)))
+    output.record_input(files, splits)
     return splits
+
+
+def _committed_splits(output: Output, splits: list[Split], limit: int) -> list[Split]:
+    """Those of the first ``limit`` rows. Raises JobError where one is not committed."""
+    committed = output.committed()
+    starts = itertools.accumulate((split.n_rows for split in splits), initial=0)
+    wanted = [split for split, start in zip(splits, starts, strict=False) if start < limit]
+    if all(split.number in committed for split in wanted):
+        return wanted
+    total = sum(split.n_rows for split in splits)
+    raise JobError(
+        f"--limit {limit}: {output.store.url} was begun with {total:,} rows, and its first {limit:,} are not finished; "
+        f"give --limit {total} or more, no --limit, another output.path, or --overwrite to start again"
+    )
 
 
 def _exit_code(job: JobSpec, rows: int, errors: int) -> int:
@@ -162,7 +183,7 @@ class _Run:
         committed = output.committed()
         self._todo = deque(split for split in splits if split.number not in committed)
         self._total_rows = sum(
-            committed[split.number].rows if split.number in committed else split.n_rows for split in splits
+            committed[split.number].rows if split.number in committed else _row_count(split) for split in splits
         )
         self._done = output.done_rows()
         self.rows_before = sum(record.rows for record in committed.values()) + sum(map(len, self._done.values()))
@@ -181,7 +202,8 @@ class _Run:
     def work(self) -> None:
         """Run every split that is not committed, until all are, or until told to stop."""
         if not self._todo:
-            print(f"{self.job.name}: all {self.rows_before:,} rows were done before", file=sys.stderr)
+            done = f"all {self.rows_before:,} rows were done before" if self.rows_before else "there are no rows to run"
+            print(f"{self.job.name}: {done}", file=sys.stderr)
             return
         if self.rows_before or self._partials:
             tokens = sum(len(partial.token_ids) for partial in self._partials.values())
@@ -199,10 +221,21 @@ class _Run:
             writer = stack.enter_context(Writer(self.output, self.ready.source, self.job.output.checkpoint_seconds))
             progress = stack.enter_context(Progress(self._total_rows, rows_before=self.rows_before, name=self.job.name))
             stack.callback(self._close_engine)
-            self._loop(feed, writer, progress)
+            try:
+                self._loop(feed, writer, progress)
+            except (FeedKilledError, JobError):
+                self._save(writer)
+                raise
 
     def _loop(self, feed: Feed, writer: Writer, progress: Progress) -> None:
         while self._open:
+            if self.stop.reason is not None:
+                progress.write(
+                    f"{self.job.name}: stopping ({self.stop.reason}): making finished and begun rows durable"
+                )
+                self._save(writer)
+                self.stopped = True
+                return
             busy = self._engine is not None and self._engine.has_work
             self._take_windows(feed, 0.0 if busy else _IDLE_SECONDS)
             if self._engine is not None:
@@ -211,10 +244,7 @@ class _Run:
             if self.output.lease.lost:
                 raise StoppedError(f"{self.output.store.url}: another process took this output over; its results stand")
             self._check_errors(writer)
-            self._close_splits(feed, writer, progress)
-            if self._open and self.stop.reason is not None:
-                self._stop(writer, progress)
-                return
+            self._close_splits(feed, writer)
             if writer.due or len(self._results) >= _MAX_RESULTS or self._held_logprobs >= _MAX_LOGPROBS:
                 self._checkpoint(writer)
             progress.update(self._snapshot())
@@ -314,7 +344,7 @@ class _Run:
         self._finished_rows += 1
         self._results.append(result)
 
-    def _close_splits(self, feed: Feed, writer: Writer, progress: Progress) -> None:
+    def _close_splits(self, feed: Feed, writer: Writer) -> None:
         """Hand complete splits to the writer, and request those that come after."""
         complete = [opened.split for opened in self._open.values() if opened.complete]
         if not complete:
@@ -323,6 +353,9 @@ class _Run:
         for split in complete:
             del self._open[split.number]
             writer.commit(split)
+            if split.error is not None:  # the part tells of the rest of a damaged file as one more row
+                self._finished_rows += 1
+                self.errors["unreadable_file"] += 1
         self._request_splits(feed)
 
     def _checkpoint(self, writer: Writer) -> None:
@@ -337,20 +370,20 @@ class _Run:
         """End the run where its first error has to: good rows become durable, so that only bad ones are run again."""
         if not self.errors or self.job.errors.on_error == "record":
             return
-        failed = next(result for result in self._results if isinstance(result, RowResult))
+        failed = next((result for result in self._results if isinstance(result, RowResult)), None)
+        if failed is None:
+            return
         self._results = [result for result in self._results if not isinstance(result, RowResult)]
         self._checkpoint(writer)
         key = self._open[failed.split].split.file.key
         raise ThresholdError(f"{key}: row {failed.row}: {failed.error} (errors.on_error is fail)")
 
-    def _stop(self, writer: Writer, progress: Progress) -> None:
+    def _save(self, writer: Writer) -> None:
         """Settle the step in flight and make everything durable that is known."""
-        progress.write(f"{self.job.name}: stopping ({self.stop.reason}): making finished and begun rows durable")
         if self._engine is not None:
             for request in self._engine.drain():
                 self._finish_row(request)
         self._checkpoint(writer)
-        self.stopped = True
 
     # ---- what it says of itself
 
@@ -398,6 +431,11 @@ class _Run:
             completion_tokens=now.completion_tokens,
             seconds=seconds,
         )
+
+
+def _row_count(split: Split) -> int:
+    """Rows that its part will have, as far as is known."""
+    return split.n_rows + (split.error is not None)
 
 
 def _partial(request: Request) -> PartialRow:

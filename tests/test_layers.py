@@ -43,6 +43,7 @@ TORCH_FREE = (
     "batchrun.preflight",
     "batchrun.sampling",
     "batchrun.signals",
+    "batchrun.streams",
     "batchrun.text",
     "batchrun.tokenization.tokenizer",
 )

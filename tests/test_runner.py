@@ -180,9 +180,10 @@ def test_columns_are_chosen_and_renamed(tmp_path: Path, tiny_model: Path) -> Non
 
 
 def test_an_input_without_rows_is_a_valid_output_and_loads_no_model(
-    tmp_path: Path, tiny_model: Path, decoded: list[int]
+    tmp_path: Path, tiny_model: Path, decoded: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert submit(write_job(tmp_path, tiny_model, [])) == 0
+    assert "job: there are no rows to run" in capsys.readouterr().err
     assert output_rows(tmp_path) == []
     (part,) = parts_of(tmp_path)
     assert "generated_text" in pq.read_schema(tmp_path / "out" / part).names
@@ -192,7 +193,7 @@ def test_an_input_without_rows_is_a_valid_output_and_loads_no_model(
 # ---- stopping and going on
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_stop_loses_nothing_and_repeats_nothing(
     tmp_path: Path,
     tiny_model: Path,
@@ -310,6 +311,13 @@ def test_a_limit_may_be_raised_and_dropped(tmp_path: Path, tiny_model: Path, ask
     assert len(keys) == len(set(keys)) == len(ROWS)
 
 
+def test_a_limit_below_what_was_begun_and_is_not_finished_is_refused(tmp_path: Path, tiny_model: Path) -> None:
+    job = write_job(tmp_path, tiny_model, ROWS, sampling=GREEDY)
+    assert submit(job, limit=9, max_time=0) == 75
+    with pytest.raises(JobError, match=r"--limit 3: .*/out was begun with 9 rows, .* give --limit 9 or more"):
+        submit(job, limit=3)
+
+
 def test_a_limit_beyond_the_rows_is_no_limit(tmp_path: Path, tiny_model: Path) -> None:
     assert submit(write_job(tmp_path, tiny_model, ROWS, sampling=GREEDY), limit=100) == 0
     assert len(output_rows(tmp_path)) == len(ROWS)
@@ -412,7 +420,9 @@ def test_an_output_that_would_harm_its_input_is_refused(tmp_path: Path, tiny_mod
 # ---- what breaks on the way
 
 
-def test_a_run_whose_feed_dies_can_go_on(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_whose_feed_is_killed_keeps_what_is_finished_and_can_go_on(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, asked: list[tuple[Any, int]]
+) -> None:
     rows = ROWS * 10
     job = write_job(tmp_path, tiny_model, rows, sampling={"max_tokens": 2}, input={"split_rows": 20})
 
@@ -423,11 +433,17 @@ def test_a_run_whose_feed_dies_can_go_on(tmp_path: Path, tiny_model: Path, monke
     with monkeypatch.context() as patch:
         patch.setattr("batchrun.runner._OPEN_ROWS", 0)  # so that the feed still has splits to prepare
         at_step(patch, 3, kill_children)
-        with pytest.raises(RuntimeError, match="process that prepares prompts was killed"):
-            submit(job)
+        result = CliRunner().invoke(main, ["submit", str(job)])
+    assert result.exit_code == 75
+    assert result.stderr.splitlines()[-1].startswith("Error: the process that prepares prompts (")
+    assert "was killed by SIGKILL (out of memory?)" in result.stderr
     assert read_status(str(job)).holder is None
+    finished = read_status(str(job)).done_rows
+    assert finished > 0
+    before = len(asked)
     assert submit(job) == 0
     assert len(output_rows(tmp_path)) == len(rows)
+    assert len(asked) - before == len(rows) - finished
 
 
 def test_a_run_whose_storage_fails_says_so_and_can_go_on(
@@ -635,7 +651,9 @@ def test_on_error_fail_without_errors_is_done(tmp_path: Path, tiny_model: Path) 
     assert submit(write_job(tmp_path, tiny_model, ROWS, sampling=GREEDY, errors={"on_error": "fail"})) == 0
 
 
-def test_the_readable_rows_of_a_truncated_file_are_published(tmp_path: Path, tiny_model: Path) -> None:
+def test_the_readable_rows_of_a_truncated_file_are_published(
+    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     random.seed(0)
     text = "".join(json.dumps({"id": i, "text": f"{random.random()}"}) + "\n" for i in range(400))
     whole = gzip.compress(text.encode())
@@ -644,6 +662,9 @@ def test_the_readable_rows_of_a_truncated_file_are_published(tmp_path: Path, tin
         tmp_path, tiny_model, [], input={"path": str(tmp_path / "cut.jsonl.gz")}, sampling={"max_tokens": 1}
     )
     assert submit(job) == 3
+    told = capsys.readouterr().err
+    assert "1 unreadable_file" in told
+    assert "in earlier runs" not in told
     *good, last = output_rows(tmp_path)
     good = [row for row in good if row["error"] is None]  # the line that the cut goes through may be an error itself
     assert len(good) > 50

@@ -17,18 +17,23 @@ from types import TracebackType
 
 import batchrun
 from batchrun.data.rows import PreparedRow, Split
+from batchrun.errors import StoppedError
 from batchrun.job import InputSpec, PromptSpec, SamplingSpec
 from batchrun.model_files import ModelFiles
 
 _EXIT_SECONDS = 5.0
 _CHILD = """
-import signal, sys
-for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # before anything slow: the parent says when to stop
+import signal, sys  # nothing slow yet: the parent says when to stop
+for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
     signal.signal(ignored, signal.SIG_IGN)
 sys.path.append(sys.argv[2])
 from batchrun.data.feed_worker import serve
 serve(int(sys.argv[1]))
 """
+
+
+class FeedKilledError(StoppedError):
+    """The child was killed, or ran out of memory. Run again, the job may go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +49,8 @@ class Feed:
     """Prepares rows in a child process; a context manager, for one thread.
 
     The child holds at most two windows, this side none: a window crosses over when :meth:`poll` takes it. Any error of
-    the child is raised by :meth:`poll`: a BatchrunError as it was, anything else as RuntimeError.
+    the child is raised here: a BatchrunError as it was, its death by a signal as FeedKilledError, anything else as
+    RuntimeError.
     """
 
     def __init__(
@@ -120,10 +126,13 @@ class Feed:
         except OSError:
             raise self._death() from None
 
-    def _death(self) -> RuntimeError:
+    def _death(self) -> Exception:
         self.close()
         code = self._process.returncode
-        if code == -signal.SIGKILL:
-            return RuntimeError("the process that prepares prompts was killed (out of memory?)")
-        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        return RuntimeError(f"the process that prepares prompts died: {how}")
+        if code >= 0:
+            return RuntimeError(f"the process that prepares prompts died: exit code {code}")
+        hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+        return FeedKilledError(
+            f"the process that prepares prompts ({self.process_id}) was killed by {signal.Signals(-code).name}{hint}; "
+            "what is finished is kept, run the same command again to go on"
+        )

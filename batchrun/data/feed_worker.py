@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from queue import Queue, SimpleQueue
 
-from batchrun.data.feed import Window
+from batchrun.data.feed import FeedKilledError, Window
 from batchrun.data.prompt import PromptBuilder, prefix_order
 from batchrun.data.rows import PreparedRow, Split
 from batchrun.data.source import Source
@@ -45,6 +45,8 @@ def serve(descriptor: int) -> None:
         return
     except BatchrunError as error:
         outbox.put(error)
+    except MemoryError:
+        outbox.put(FeedKilledError("the process that prepares prompts ran out of memory"))
     except Exception:
         outbox.put(RuntimeError(f"the process that prepares prompts failed:\n{traceback.format_exc()}"))
     receiver.join()
