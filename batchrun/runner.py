@@ -63,6 +63,8 @@ def run_job(job: JobSpec, *, limit: int | None = None, overwrite: bool = False, 
     """
     started = time.monotonic()
     ready = preflight(job)
+    for warning in ready.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
     configuration = job.configuration(
         revision=ready.model.revision,
         dtype=ready.dtype,

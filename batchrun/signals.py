@@ -14,6 +14,10 @@ from batchrun.errors import StoppedError
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
+class _Interrupt(KeyboardInterrupt):
+    """A class of its own: once KeyboardInterrupt has passed through certain C code, Python ends by SIGINT all the same."""
+
+
 @contextmanager
 def interruptible() -> Iterator[None]:
     """The signals interrupt what is within, wherever it stands, and it ends in StoppedError."""
@@ -23,7 +27,7 @@ def interruptible() -> Iterator[None]:
         again = bool(received)
         received.append(signal.Signals(number).name)
         if not again or number == signal.SIGINT:  # others may repeat themselves while this one unwinds
-            raise KeyboardInterrupt
+            raise _Interrupt
 
     previous = _handle(interrupt)
     try:
@@ -52,7 +56,7 @@ class StopSignals:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self._received is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
+            raise _Interrupt
         self._received = signal.Signals(number).name
 
     @property
