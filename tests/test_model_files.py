@@ -97,10 +97,19 @@ class TestDirectory:
         monkeypatch.setenv("MODELS", str(folder.parent))
         assert resolve("~/model").weights == resolve("$MODELS/model").weights == resolve(str(folder)).weights
 
-    def test_without_weights(self, folder: Path) -> None:
-        (folder / "model.safetensors").unlink()
-        assert resolve(str(folder), weights=False).weights == ()
+    def test_damaged_and_missing_weights(self, folder: Path) -> None:
+        path = folder / "model.safetensors"
+        whole = path.read_bytes()
+        for damaged in (whole[:-1], whole[: len(whole) // 2], whole[:3], b"", b"\xff" * 100, whole + b"x"):
+            path.write_bytes(damaged)
+            assert refused(str(folder)).startswith(f"{path}: not a whole safetensors file")
+        path.unlink()
+        assert "no *.safetensors" in refused(str(folder), weights=False)
+        names = ["model-1.safetensors", "model-2.safetensors"]
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict(enumerate(names))}))
         assert "no *.safetensors" in refused(str(folder))
+        (folder / names[0]).write_bytes(whole)
+        assert "lacks weight files that its index names: model-2.safetensors" in refused(str(folder))
 
     def test_pickles_are_refused_by_name(self, folder: Path) -> None:
         (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
@@ -227,6 +236,13 @@ class TestHub:
         assert files.revision == COMMIT
         assert files.weights == (hub / "model.safetensors",)
         assert resolve(reference, revision, weights=False).revision == COMMIT
+
+    def test_without_weights_an_interrupted_download_is_not_looked_at(self, hub: Path) -> None:
+        (hub / "model.safetensors").rename(hub / "model-1.safetensors")
+        names = ["model-1.safetensors", "model-2.safetensors"]
+        (hub / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict(enumerate(names))}))
+        assert resolve("org/tiny", weights=False).weights == (hub / names[0],)
+        assert "lacks weight files" in refused("org/tiny")
 
     def test_gguf_file_in_a_repository(self, hub: Path) -> None:
         files = resolve("org/tiny/tiny.gguf")

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from batchrun.errors import JobError
 from batchrun.model_files import ModelFiles, resolve
-from batchrun.weights.dequantize import dequantize, row_bytes
-from batchrun.weights.gguf import read_gguf
+from batchrun.weights.dequantize import dequantize
+from batchrun.weights.gguf import read_gguf, row_bytes
 from batchrun.weights.load import Loader, open_weights
 from tests import gguf_files
 from tests.models import save_model

@@ -22,14 +22,6 @@ GGMLType = gguf.GGMLQuantizationType
 _PLAIN = {GGMLType.F32: torch.float32, GGMLType.F16: torch.float16, GGMLType.BF16: torch.bfloat16}
 
 
-def row_bytes(kind: int, n: int) -> int:
-    """Bytes that a row of ``n`` numbers takes. Raises ``ValueError`` if encoding ``kind`` is unknown or cannot be."""
-    block, size = gguf.GGML_QUANT_SIZES[GGMLType(kind)]
-    if n % block:
-        raise ValueError(f"a row of {n} numbers is not a whole number of {GGMLType(kind).name} blocks")
-    return int(n // block * size)
-
-
 def float_dtype(kind: int) -> torch.dtype:
     """The dtype that :func:`dequantize` gives: the stored one if it is a float, else float32."""
     return _PLAIN.get(GGMLType(kind), torch.float32)

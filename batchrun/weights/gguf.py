@@ -1,8 +1,8 @@
 """Reading GGUF files: their metadata, where their tensors lie, and what both are called by Hugging Face models.
 
 The ``gguf`` package's reader builds numpy views of every vocabulary entry, which takes seconds; this one takes
-milliseconds and imports neither numpy nor torch, so that planning a job may read model files. Dequantising the
-tensors is :mod:`batchrun.weights.source`'s work. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+milliseconds and imports no torch, so that planning a job may read model files. Dequantising the tensors is
+:mod:`batchrun.weights.source`'s work. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
@@ -63,6 +63,27 @@ class GGUFTensor:
         part, _, kind = self.name.rpartition(".")
         return f"{_TENSOR_NAMES[part]}.{kind}" if part in _TENSOR_NAMES else self.name
 
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Number of rows and length of one. A vector is a column, so that heads are groups of rows in biases too."""
+        return (math.prod(self.shape), 1) if len(self.shape) < 2 else (math.prod(self.shape[:-1]), self.shape[-1])
+
+    @property
+    def end(self) -> int:
+        """Where its bytes end in the file. Raises ``ValueError`` if its encoding is unknown."""
+        n_rows, length = self.rows
+        return self.offset + n_rows * row_bytes(self.ggml_type, length)
+
+
+def row_bytes(kind: int, n: int) -> int:
+    """Bytes that a row of ``n`` numbers takes. Raises ``ValueError`` if encoding ``kind`` is unknown or cannot be."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    block, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+    if n % block:
+        raise ValueError(f"a row of {n} numbers is not a whole number of {GGMLQuantizationType(kind).name} blocks")
+    return int(n // block * size)
+
 
 @dataclass(frozen=True)
 class GGUFFile:
@@ -93,6 +114,18 @@ def read_gguf(path: Path, *, vocabulary: bool = False) -> GGUFFile:
     except (OSError, ValueError, OverflowError, IndexError, struct.error) as error:
         raise JobError(f"{path}: not a readable GGUF file: {error}") from error
     return GGUFFile(path, metadata, tensors)
+
+
+def check_tensors(gguf: GGUFFile) -> None:
+    """Raises :class:`JobError` if a tensor has an encoding that is unknown, or is not all there."""
+    size = gguf.path.stat().st_size
+    for tensor in gguf.tensors.values():
+        try:
+            end = tensor.end
+        except ValueError as error:
+            raise JobError(f"{gguf.path}: tensor {tensor.name}: {error}") from None
+        if end > size:
+            raise JobError(f"{gguf.path}: the file ends inside tensor {tensor.name}; fetch it again")
 
 
 class _Cursor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Protocol
 
@@ -19,8 +18,8 @@ from safetensors import SafetensorError, safe_open
 
 from batchrun.errors import JobError
 from batchrun.model_files import ModelFiles
-from batchrun.weights.dequantize import dequantize, float_dtype, row_bytes
-from batchrun.weights.gguf import GGUFTensor, read_gguf
+from batchrun.weights.dequantize import dequantize, float_dtype
+from batchrun.weights.gguf import GGUFTensor, check_tensors, read_gguf, row_bytes
 
 _CHUNK_ELEMENTS = 1 << 18  # numbers decoded at a time: their floats stay in a core's cache
 _SAFETENSORS_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -122,19 +121,8 @@ class _GGMLTensor:
     def dtype(self) -> torch.dtype:
         return float_dtype(self.tensor.ggml_type)
 
-    @property
-    def _rows(self) -> tuple[int, int]:
-        """Number of rows and length of one. A vector is a column, so that heads are groups of rows in biases too."""
-        return (self.shape[0], 1) if len(self.shape) == 1 else (prod(self.shape[:-1]), self.shape[-1])
-
-    @property
-    def end(self) -> int:
-        """Where its bytes end in the file. Raises ``ValueError`` if its encoding is unknown."""
-        n_rows, length = self._rows
-        return self.tensor.offset + n_rows * row_bytes(self.tensor.ggml_type, length)
-
     def copy_into(self, out: torch.Tensor) -> None:
-        n_rows, length = self._rows
+        n_rows, length = self.tensor.rows
         step = self.head_dim or max(1, _CHUNK_ELEMENTS // length)
         n_bytes = row_bytes(self.tensor.ggml_type, length)
         rows = out.view(n_rows, length)
@@ -161,17 +149,11 @@ def _one_thread() -> Iterator[None]:
 
 def _gguf_tensors(path: Path, head_dim: int) -> dict[str, _GGMLTensor]:
     gguf = read_gguf(path)
-    size = path.stat().st_size
+    check_tensors(gguf)
     found = {}
     for tensor in gguf.tensors.values():
         name = tensor.hf_name
         interleaved = gguf.architecture == "llama" and (".q_proj." in name or ".k_proj." in name)
-        found[name] = stored = _GGMLTensor(path, tensor, head_dim if interleaved else None)
-        try:
-            end = stored.end
-        except ValueError as error:
-            raise JobError(f"{path}: tensor {tensor.name}: {error}") from error
-        if end > size:
-            raise JobError(f"{path}: the file ends inside tensor {tensor.name}; fetch it again")
+        found[name] = _GGMLTensor(path, tensor, head_dim if interleaved else None)
     found.pop("rope_freqs.weight", None)  # it has become config["rope_scaling"]
     return found
