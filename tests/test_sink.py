@@ -495,10 +495,11 @@ def test_input_within_the_output_is_refused(folder, job):
     assert parts_of(folder) == before
 
 
-@pytest.mark.parametrize("path", ["file", "file/below", "unknown://x", "loop", "loop/below"])
+@pytest.mark.parametrize("path", ["file", "file/below", "unknown://x", "loop", "loop/below", "nowhere"])
 def test_impossible_output_is_one_readable_error(folder, path):
     (folder / "file").write_text("not a directory")
     (folder / "loop").symlink_to("loop")
+    (folder / "nowhere").symlink_to("absent")
     job = make_job(folder, path=path if "://" in path else str(folder / path))
     with pytest.raises(JobError, match=r"^output\.path: .*"):
         open_output(job)

@@ -173,7 +173,7 @@ def decoded_schema(text: str | bytes) -> pa.Schema:
 
 _ADVICE: dict[type[Record], str] = {
     SplitRecord: "put the right file back, or delete this one, and its rows are run again",
-    Manifest: f"put it back, as a copy of {MANIFEST_COPY} if that is whole, {START_AGAIN}",
+    Manifest: f"put the right file back ({MANIFEST_COPY} is a copy of the newest), {START_AGAIN}",
 }
 
 

@@ -426,6 +426,8 @@ def _make_directory(directory: Path) -> None:
         missing.append(directory)
         directory = directory.parent
     for path in reversed(missing):
+        if path.is_symlink():
+            raise NotADirectoryError(errno.ENOTDIR, "is a link to nothing", str(path))
         path.mkdir(exist_ok=True)
         _fsync_directory(path.parent)
 
