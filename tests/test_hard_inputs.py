@@ -25,8 +25,8 @@ import zstandard
 
 from batchrun import load_job, run_job
 from batchrun.data.parts import RESULT_COLUMNS
-from batchrun.data.sink import OutputView
 from batchrun.data.source import Source
+from batchrun.data.view import OutputView
 from batchrun.errors import JobError
 from batchrun.job import JobSpec
 from tests.jobs import output_rows, write_job

@@ -28,7 +28,8 @@ import pytest
 from batchrun import Engine
 from batchrun.cli import main
 from batchrun.data.records import SEGMENTS
-from batchrun.data.sink import Output, OutputView
+from batchrun.data.sink import Output
+from batchrun.data.view import OutputView
 from batchrun.observe.status import read_status
 from tests.jobs import output_rows, write_job
 from tests.outputs import parts_of

@@ -29,8 +29,9 @@ from batchrun import Engine, SamplingParams, load_job, run_job
 from batchrun.cli import main
 from batchrun.data.lease import HeldError, Lease, acquire
 from batchrun.data.records import MANIFEST_COPY
-from batchrun.data.sink import Output, OutputView
+from batchrun.data.sink import Output
 from batchrun.data.store import StorageError, Store
+from batchrun.data.view import OutputView
 from batchrun.errors import JobError, StoppedError, ThresholdError
 from batchrun.observe.status import read_status
 from tests.jobs import output_rows, write_job, write_rows

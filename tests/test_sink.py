@@ -15,9 +15,10 @@ from batchrun.data.lease import HeldError
 from batchrun.data.parts import Layout
 from batchrun.data.records import HOME, MANIFEST_COPY, MANIFESTS, PARTIALS, SEGMENTS, SPLITS, STAGED
 from batchrun.data.rows import InputFile, PartialRow, RowResult, TokenLogprob
-from batchrun.data.sink import Output, OutputView
+from batchrun.data.sink import Output
 from batchrun.data.source import Source
 from batchrun.data.store import StorageError, Store, sha256_of
+from batchrun.data.view import OutputView
 from batchrun.errors import JobError
 from batchrun.observe.status import read_status
 from tests.outputs import (

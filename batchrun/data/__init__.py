@@ -5,7 +5,7 @@
 `json_text`        strict JSON that changes no value
 reading            `source`: `files`, `jsonl`, `compression`, `parquet`, `hub`, `filters`
 prompting          `prompt`: `template`; in a process of its own: `feed`, `feed_worker`
-writing            `sink`: `records`, `results`, `parts`, `columns`
+writing            `sink`: `records`, `results`, `parts`, `columns`; read again by `view`
 storing            `store`: durable files and exclusive creation; `lease`: who may write
 =================  ==================================================================================
 """

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from batchrun.data.sink import OutputView
+from batchrun.data.view import OutputView
 from batchrun.errors import JobError
 from batchrun.job import load_job
 from batchrun.text import table
