@@ -10,7 +10,6 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,12 +25,12 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import ErrorDetails
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from batchrun.errors import JobError
+from batchrun.faults import FieldPath, describe, dotted, unknown_name
 from batchrun.sampling import Float, Int, SamplingParams, no_bool
 
 
@@ -224,33 +223,6 @@ _NOT_YET = {
     "tensor_parallel_size",
     "trust_remote_code",
 }
-_NOT_YET_VALUES = ("openai-batch",)
-
-_EXPECTED = {  # pydantic's error types in a user's words
-    "int_type": "a whole number",
-    "int_parsing": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "float_parsing": "a number",
-    "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "bool_parsing": "true or false",
-    "string_type": "text",
-    "dict_type": "a mapping",
-    "model_type": "a mapping",
-    "tuple_type": "a list",
-    "byte_size": "a size such as 512MiB",
-    "byte_size_unit": "a size such as 512MiB",
-    "greater_than": "above {gt}",
-    "greater_than_equal": "at least {ge}",
-    "less_than": "below {lt}",
-    "less_than_equal": "at most {le}",
-    "literal_error": "{expected}",
-    "string_too_short": "text that is not empty",
-    "too_short": "a list that is not empty",
-}
-
-FieldPath = tuple[str | int, ...]
 
 
 def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
@@ -268,7 +240,7 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
     try:
         job = JobSpec.model_validate(data)
     except ValidationError as error:
-        faults = _faults(error.errors(include_url=False), data)
+        faults = describe(error, data, _unknown_key)
         raise JobError("\n".join(places.lines(faults.items()))) from None
     job._places = places
     return job
@@ -288,10 +260,10 @@ class _Places:
             setter = self._setter(field)
             if setter is None:
                 line = self.document.line(field)
-                found.append((0, line, f"{self.document.path}:{line}: {_dotted(field)}: {message}"))
+                found.append((0, line, f"{self.document.path}:{line}: {dotted(field)}: {message}"))
             else:
-                name = _dotted(self.overrides[setter])
-                text = message if self.overrides[setter] == field else f"{_dotted(field)}: {message}"
+                name = dotted(self.overrides[setter])
+                text = message if self.overrides[setter] == field else f"{dotted(field)}: {message}"
                 found.append((1, setter, f"--set {name}: {text}"))
         return [text for *_, text in sorted(found)]
 
@@ -370,7 +342,7 @@ def _construct(
     """Plain data of ``node``. Repeated keys, keys that are no text and nodes inside themselves become faults."""
     line = node.start_mark.line + 1
     if id(node) in parents:
-        faults.append((line, f"{_dotted(field)}: contains itself"))
+        faults.append((line, f"{dotted(field)}: contains itself"))
         return None
     parents = (*parents, id(node))
     if isinstance(node, SequenceNode):
@@ -382,9 +354,9 @@ def _construct(
     for key_node, value_node in node.value:
         key = yaml.constructor.construct_object(key_node) if isinstance(key_node, ScalarNode) else None
         if not isinstance(key, str):
-            faults.append((key_node.start_mark.line + 1, f"{_dotted(field)}: a key has to be text; quote it"))
+            faults.append((key_node.start_mark.line + 1, f"{dotted(field)}: a key has to be text; quote it"))
         elif key in data:
-            faults.append((key_node.start_mark.line + 1, f"{_dotted((*field, key))}: given twice"))
+            faults.append((key_node.start_mark.line + 1, f"{dotted((*field, key))}: given twice"))
         else:
             data[key] = _construct(yaml, value_node, (*field, key), parents, faults)
     return data
@@ -420,61 +392,6 @@ def _replaced(data: Any, field: FieldPath, value: Any) -> Any:
     raise TypeError
 
 
-def _faults(errors: Iterable[ErrorDetails], data: Any) -> dict[FieldPath, str]:
-    """One message for each field; what the members of a union expect is joined by "or"."""
-    expected: dict[FieldPath, list[str]] = {}
-    messages: dict[FieldPath, str] = {}
-    inputs: dict[FieldPath, Any] = {}
-    for error in errors:
-        field = _real_field(error, data)
-        kind, context = error["type"], error.get("ctx", {})
-        inputs[field] = error["input"]
-        if kind == "extra_forbidden":
-            messages[field] = _unknown_key(field)
-        elif kind == "missing":
-            messages[field] = "missing"
-        elif kind in _EXPECTED:
-            expected.setdefault(field, []).append(_EXPECTED[kind].format(**context).replace("'", ""))
-        else:
-            messages[field] = str(context.get("error") or error["msg"])
-    for field, wanted in expected.items():
-        if field not in messages:
-            messages[field] = _wrong_value(list(dict.fromkeys(wanted)), field, inputs[field])
-    inner = {field[:length] for field in messages for length in range(len(field))}
-    return {field: message for field, message in messages.items() if field not in inner}
-
-
-def _real_field(error: ErrorDetails, data: Any) -> FieldPath:
-    """Where in the job an error lies: pydantic's location without its names of union members."""
-    field: list[str | int] = []
-    for part in error["loc"]:
-        known = part in data if isinstance(data, dict) else isinstance(data, list) and isinstance(part, int)
-        if known:
-            field.append(part)
-            data = data[part]
-    if error["type"] == "missing":
-        field.append(error["loc"][-1])
-    return tuple(field)
-
-
-def _wrong_value(wanted: list[str], field: FieldPath, value: Any) -> str:
-    choices = " or ".join(wanted)
-    if value in _NOT_YET_VALUES:
-        return f"{value} is not supported yet; use {choices}"
-    if str(field[-1]).endswith("_options"):  # may hold secrets
-        return f"must be {choices}"
-    hint = " (quote it)" if wanted == ["text"] and isinstance(value, bool | int | float | date) else ""
-    return f"must be {choices}, not {_shown(value)}{hint}"
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list | tuple):
-        return "a list" if value else "an empty list"
-    return {dict: "a mapping", type(None): "null"}.get(type(value), repr(value))
-
-
 def _unknown_key(field: FieldPath) -> str:
     name = str(field[-1])
     if name in _NOT_YET:
@@ -483,19 +400,14 @@ def _unknown_key(field: FieldPath) -> str:
     here = list(sections)
     if len(field) > 1:
         here = list(Message.model_fields) if isinstance(field[-2], int) else sections[str(field[0])]
-    if close := difflib.get_close_matches(name, here, n=1):
-        return f"unknown key; did you mean {close[0]}?"
-    if homes := [section for section, keys in sections.items() if name in keys]:
+    homes = [section for section, keys in sections.items() if name in keys]
+    if homes and not difflib.get_close_matches(name, here, n=1):
         return f"unknown key here; it belongs under {' or '.join(homes)}"
-    return f"unknown key; known are {', '.join(here)}"
+    return unknown_name("key", name, here)
 
 
 def _keys(section: Any) -> list[str]:
     return list(section.model_fields) if isinstance(section, type) and issubclass(section, BaseModel) else []
-
-
-def _dotted(field: FieldPath) -> str:
-    return ".".join(map(str, field)) or "the job"
 
 
 def _field(name: str) -> FieldPath:

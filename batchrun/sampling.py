@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, LiteralString
+from typing import TYPE_CHECKING, Annotated, Any, LiteralString
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
+
+from batchrun.faults import describe_arguments
 
 _GREEDY_BELOW = 1e-5  # temperatures by which logits cannot be divided; as in vLLM
 
@@ -33,6 +43,8 @@ class SamplingParams(BaseModel):
     is greedy. ``logprobs`` and ``prompt_logprobs`` are those of the model's raw distribution, before all of these.
 
     ``seed`` makes a request's randomness depend on nothing else: equal prompt, parameters and seed give equal text.
+
+    Raises ValueError, in one line, for names that do not exist and bad values.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -56,6 +68,16 @@ class SamplingParams(BaseModel):
     frequency_penalty: Annotated[Float, Field(ge=-2.0, le=2.0)] = 0.0
     skip_special_tokens: bool = True
     response_format: Any = None
+
+    if not TYPE_CHECKING:  # which knows the fields as arguments
+
+        def __init__(self, **values: Any) -> None:
+            try:
+                super().__init__(**values)
+            except ValidationError as error:
+                raise ValueError(describe_arguments(error, values, type(self).model_fields)) from None
+
+        __init__.__pydantic_base_init__ = True  # within a job, pydantic validates the fields without it
 
     @field_validator("stop", mode="before")
     @classmethod

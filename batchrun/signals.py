@@ -15,7 +15,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class _Interrupt(KeyboardInterrupt):
-    """A class of its own: once KeyboardInterrupt has passed through certain C code, Python ends by SIGINT all the same."""
+    """Once KeyboardInterrupt itself has passed through certain C code, Python ends by SIGINT whatever becomes of it."""
 
 
 @contextmanager

@@ -33,6 +33,7 @@ TORCH_FREE = (
     "batchrun.engine.request",
     "batchrun.engine.scheduler",
     "batchrun.errors",
+    "batchrun.faults",
     "batchrun.job",
     "batchrun.model_files",
     "batchrun.models.families",
@@ -52,7 +53,8 @@ TORCH_FREE = (
 FORBIDDEN = {
     "batchrun.errors": ("batchrun",),
     "batchrun.text": ("batchrun",),
-    "batchrun.sampling": ("batchrun",),
+    "batchrun.faults": ("batchrun",),
+    "batchrun.sampling": ("batchrun.data", "batchrun.engine", "batchrun.errors", "batchrun.job"),
     "batchrun.data": ("batchrun.engine", "batchrun.models", "batchrun.ops", "batchrun.runner", "batchrun.kernels"),
     "batchrun.engine.scheduler": ("batchrun.models", "batchrun.ops", "batchrun.kernels"),
     "batchrun.engine.blocks": ("batchrun.models", "batchrun.ops", "batchrun.kernels"),

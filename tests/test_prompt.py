@@ -317,9 +317,9 @@ def test_a_row_may_have_its_own_sampling(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize(
     ("value", "error"),
     [
-        ({"max_tokenz": 1}, "bad_sampling: unknown parameter 'max_tokenz'"),
-        ({"from_column": "x"}, "bad_sampling: unknown parameter 'from_column'"),
-        ({"temperature": -1}, "bad_sampling: temperature: Input should be greater than or equal to 0"),
+        ({"max_tokenz": 1}, "bad_sampling: max_tokenz: unknown parameter; did you mean max_tokens?"),
+        ({"from_column": "x"}, "bad_sampling: from_column: unknown parameter; known are temperature, "),
+        ({"temperature": -1}, "bad_sampling: temperature: must be at least 0.0, not -1"),
         ({"temperature": "hot"}, "bad_sampling: temperature: "),
         ({"n": 2}, "bad_sampling: n: more than one sample"),
         ({"min_tokens": 99}, "bad_sampling: min_tokens (99) is above max_tokens (16)"),

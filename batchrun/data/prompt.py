@@ -17,6 +17,7 @@ from batchrun.data.json_text import parse_json
 from batchrun.data.rows import PreparedRow, Row
 from batchrun.data.template import RowError, RowTemplate
 from batchrun.errors import JobError, row_error
+from batchrun.faults import describe_arguments
 from batchrun.job import PromptSpec, SamplingSpec
 from batchrun.sampling import SamplingParams
 from batchrun.tokenization.tokenizer import Tokenizer
@@ -106,7 +107,7 @@ class PromptBuilder:
         try:
             return self._params.override(value), value.get("seed") is not None
         except ValidationError as error:
-            raise RowError("bad_sampling", "; ".join(map(_sampling_fault, error.errors(include_url=False)))) from None
+            raise RowError("bad_sampling", describe_arguments(error, value, type(self._params).model_fields)) from None
 
     def _encode(self, texts: Sequence[tuple[PreparedRow, str]]) -> None:
         for group in _groups(texts):
@@ -241,14 +242,6 @@ def _token_ids(value: Any, vocab_size: int) -> list[int]:
     if strange is not None:
         raise RowError("bad_prompt", f"token id {strange}: the tokenizer's go from 0 to {vocab_size - 1}")
     return value
-
-
-def _sampling_fault(error: Any) -> str:
-    name = ".".join(str(part) for part in error["loc"])
-    if error["type"] == "extra_forbidden":
-        return f"unknown parameter {name!r}"
-    message = error["msg"].removeprefix("Value error, ")
-    return f"{name}: {message}" if name else message
 
 
 def _groups(texts: Sequence[tuple[PreparedRow, str]]) -> Iterator[list[tuple[PreparedRow, str]]]:

@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
 from batchrun.data.rows import TokenLogprob
 from batchrun.engine import memory
@@ -20,17 +21,20 @@ from batchrun.engine.request import NO_TOKEN, Request, Step, StepOutput, noise_k
 from batchrun.engine.scheduler import KVGroup, Limits, Scheduler
 from batchrun.engine.stop import finish_reason, output_text
 from batchrun.errors import JobError
+from batchrun.faults import describe_arguments, unknown_name
 from batchrun.job import EngineSpec, ModelSpec
 from batchrun.model_files import ModelFiles, resolve
 from batchrun.models.decoder import Decoder
 from batchrun.models.families import model_config
 from batchrun.ops import backend
 from batchrun.sampling import SamplingParams
+from batchrun.text import format_bytes
 from batchrun.tokenization.tokenizer import Tokenizer
 from batchrun.weights.load import Loader, open_weights
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
+_NO_PROMPTS = "prompts has to be a list of prompts, each of them text, a list of token ids, or a list of messages"
 _WINDOW = 4096  # prompts that `generate` takes in and orders at once
 
 
@@ -68,19 +72,14 @@ class Engine:
 
     ``model`` is a directory, a GGUF file, a Hub id or a ``pypi://`` reference. Keywords are those under ``model:`` and
     ``engine:`` of a job file: ``dtype``, ``reproducible``, ``device``, ``max_num_seqs``, ``kv_cache_memory``, ...
-    Raises `JobError` for a model or a setting that cannot work.
+    Raises TypeError for a keyword that does not exist, ValueError for a bad value, and `JobError` for a model or a
+    setting that cannot work.
     """
 
     def __init__(self, model: str | ModelFiles, **options: Any) -> None:
         files = model if isinstance(model, ModelFiles) else None
         name = files.reference if files else str(model)
-        unknown = set(options) - set(ModelSpec.model_fields) - set(EngineSpec.model_fields)
-        if unknown:
-            raise TypeError(f"unknown engine option {', '.join(sorted(unknown))}")
-        self.model_spec = ModelSpec(
-            name_or_path=name, **{k: v for k, v in options.items() if k in ModelSpec.model_fields}
-        )
-        self.spec = EngineSpec(**{k: v for k, v in options.items() if k in EngineSpec.model_fields})
+        self.model_spec, self.spec = _specs(name, options)
         self.files = files or resolve(name, self.model_spec.revision)
         self.tokenizer = Tokenizer.load(self.files)
         self._load()
@@ -94,6 +93,10 @@ class Engine:
         dtype = memory.resolve_dtype(self.model_spec.dtype, device)
         self.max_model_len = memory.resolve_max_model_len(raw, self.model_spec)
         bytes_per_token = memory.kv_bytes_per_token(raw, memory.DTYPE_BYTES[dtype])
+        if device == "cuda" and not torch.cuda.is_available():
+            raise JobError(
+                f"engine.device: cuda cannot be used: PyTorch {torch.__version__} needs a newer NVIDIA driver"
+            )
         torch_device, torch_dtype = torch.device(device), getattr(torch, dtype)
         ops = backend(torch_device, torch_dtype, reproducible=self.model_spec.reproducible)
         loader = Loader(open_weights(self.files), dtype=torch_dtype, device=torch_device)
@@ -104,16 +107,22 @@ class Engine:
         )
         n_blocks = budget // (bytes_per_token * spec.block_size)
         max_num_seqs = memory.resolve_max_num_seqs(spec, device)
-        self.executor = Executor(
-            decoder,
-            device=torch_device,
-            dtype=torch_dtype,
-            n_blocks=n_blocks,
-            block_size=spec.block_size,
-            max_num_seqs=max_num_seqs,
-            max_model_len=self.max_model_len,
-            num_threads=None if spec.num_threads == "auto" else min(spec.num_threads, os.cpu_count() or 1),
-        )
+        try:
+            self.executor = Executor(
+                decoder,
+                device=torch_device,
+                dtype=torch_dtype,
+                n_blocks=n_blocks,
+                block_size=spec.block_size,
+                max_num_seqs=max_num_seqs,
+                max_model_len=self.max_model_len,
+                num_threads=None if spec.num_threads == "auto" else min(spec.num_threads, os.cpu_count() or 1),
+            )
+        except (MemoryError, RuntimeError, ValueError):  # as NumPy and torch say that an array is too large
+            raise JobError(
+                f"engine.kv_cache_memory: {format_bytes(budget)} cannot be allocated; set it lower, "
+                "or engine.max_num_seqs"
+            ) from None
         limits = Limits(max_num_seqs, memory.resolve_max_num_batched_tokens(spec, device), spec.enable_prefix_caching)
         groups = [KVGroup(window) for window in decoder.windows]
         self.scheduler = Scheduler(groups, [BlockPool(n_blocks, spec.block_size) for _ in groups], limits)
@@ -245,7 +254,16 @@ class Engine:
         A prompt is text, a list of token ids, or a list of chat messages. ``params`` is one for all, or one per prompt.
         A prompt that cannot run yields a `Result` with ``error``; the others are not affected. ``seed`` None draws
         fresh noise for every prompt.
+
+        Raises TypeError where ``prompts`` is one prompt and not a list of them.
         """
+        if isinstance(prompts, str | Mapping):
+            raise TypeError(_NO_PROMPTS)
+        return self._generate(prompts, params)
+
+    def _generate(
+        self, prompts: Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> Iterator[Result]:
         if self._generating or self.has_work:
             raise RuntimeError("this engine is at work already: take or close the results of the earlier call first")
         entropy = os.urandom(8).hex()
@@ -283,6 +301,8 @@ class Engine:
     def _prompt_ids(self, prompt: Prompt) -> Sequence[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt, add_special_tokens=True)
+        if isinstance(prompt, Mapping) or not isinstance(prompt, Iterable):
+            raise TypeError(_NO_PROMPTS)
         messages = [dict(item) for item in prompt if isinstance(item, Mapping)]
         if messages:
             if len(messages) < len(prompt):
@@ -303,6 +323,19 @@ class Engine:
             logprobs=request.logprobs if params.logprobs is not None else None,
             prompt_logprobs=prompt_logprobs(request),
         )
+
+
+def _specs(name: str, options: dict[str, Any]) -> tuple[ModelSpec, EngineSpec]:
+    """The specifications that keywords of `Engine` amount to."""
+    known = [*ModelSpec.model_fields, *EngineSpec.model_fields]
+    if unknown := [option for option in options if option not in known]:
+        raise TypeError(f"{unknown[0]}: {unknown_name('option of the engine', unknown[0], known)}")
+    model = {option: value for option, value in options.items() if option in ModelSpec.model_fields}
+    engine = {option: value for option, value in options.items() if option in EngineSpec.model_fields}
+    try:
+        return ModelSpec(name_or_path=name, **model), EngineSpec(**engine)
+    except ValidationError as error:
+        raise ValueError(describe_arguments(error, options, known)) from None
 
 
 def prompt_logprobs(request: Request) -> list[TokenLogprob] | None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -184,13 +186,46 @@ def test_prompts_are_taken_in_as_they_are_needed(engine: Engine) -> None:
     assert taken < 10_000
 
 
-def test_unknown_options_and_impossible_models_are_refused(tiny_model: Path, tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="max_seqs"):
+@pytest.mark.parametrize("prompts", ["text", {"role": "user"}, [1, 2, 3], [{"role": "user", "content": "hello"}]])
+def test_one_prompt_is_not_taken_for_a_list_of_them(engine: Engine, prompts: Any) -> None:
+    with pytest.raises(TypeError, match="prompts has to be a list of prompts"):
+        list(engine.generate(prompts, GREEDY))
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"temprature": 1}, "temprature: unknown parameter; did you mean temperature?"),
+        (
+            {"top_p": 2, "max_tokens": "x"},
+            "top_p: must be at most 1.0, not 2; max_tokens: must be a whole number, not 'x'",
+        ),
+        ({"min_tokens": 9, "max_tokens": 3}, "min_tokens (9) is above max_tokens (3)"),
+    ],
+)
+def test_bad_sampling_parameters_are_told_in_one_line(parameters: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        SamplingParams(**parameters)
+
+
+def test_options_and_models_that_cannot_work_are_refused(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(TypeError, match=r"^max_seqs: unknown option of the engine; did you mean max_num_seqs\?$"):
         Engine(str(tiny_model), max_seqs=3)
+    with pytest.raises(ValueError, match=r"^dtype: must be auto, float32, .*, not 'int3'$"):
+        Engine(str(tiny_model), dtype="int3")
+    with pytest.raises(JobError, match=r"cannot be allocated; set it lower, or engine\.max_num_seqs"):
+        Engine(str(tiny_model), max_num_seqs=10**12)
     with pytest.raises(JobError, match="no-such-model"):
         Engine(str(tmp_path / "no-such-model"))
     with pytest.raises(JobError, match="kv_cache_memory"):
         Engine(str(tiny_model), kv_cache_memory="4KiB")
+    monkeypatch.setattr("batchrun.engine.memory._why_no_cuda", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(JobError, match=r"engine\.device: cuda cannot be used: PyTorch .* newer NVIDIA driver"):
+        Engine(str(tiny_model), device="cuda")
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
