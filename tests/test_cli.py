@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +73,18 @@ def test_faults_of_the_file_are_one_per_line(job: Path) -> None:
         ('prompt.template={{ row["odd name"] }}', "prompt.template: column 'odd name' is not in the input"),
         ("prompt={messages_column: m}", "prompt.messages_column: column 'm' is not in the input; it has id, text"),
         ("input.id_column=idd", "input.id_column: column 'idd' is not in the input; did you mean id?"),
+        ("input.where=[[txt, '=', a]]", "--set input.where: column 'txt' is not in the input; did you mean text?"),
+        ("output.keep_columns=[id, q]", "--set output.keep_columns: column 'q' is not in the input; it has id, text"),
         ("input.columns=[id]", "prompt.template: column 'text' is not among input.columns"),
         ("output.columns={generated_text: text}", "text would be both an input column and a result column"),
         ("output.columns={nothing: text}", "output.columns: nothing: no such result column"),
         ("model.name_or_path=./no/such/model", "no model at './no/such/model'"),
         ("model.max_model_len=513", "model.max_model_len: 513 is above the model's context of 512 tokens"),
         ("engine.kv_cache_memory=4KiB", "engine.kv_cache_memory: 4.0 KiB cannot hold one sequence"),
+        ("engine.kv_cache_memory=100TiB", "engine.kv_cache_memory: 100.0 TiB is more than the memory there is"),
+        ("engine.max_num_batched_tokens=3", "engine.max_num_batched_tokens: 3 is below max_num_seqs"),
+        ("output.path=/dev/null/out", "output.path: /dev/null/out cannot be written: /dev/null is no directory"),
+        ("input.path=odd://me:SECRET@host/rows.jsonl", "--set input.path: odd://host/rows.jsonl: Protocol not known"),
     ],
 )
 def test_every_fault_is_found_before_a_model_loads(job: Path, override: str, expected: str) -> None:
@@ -85,9 +93,91 @@ def test_every_fault_is_found_before_a_model_loads(job: Path, override: str, exp
     assert not (job.parent / "out").exists()
 
 
-def test_columns_that_a_template_can_do_without_may_be_missing(job: Path) -> None:
-    template = "{{ text }} {% if note is defined %}{{ note }}{% endif %} {{ hint | default('') }}"
-    assert run("validate", job, "--set", f"prompt.template='{template.replace(chr(39), chr(39) * 2)}'").exit_code == 0
+def test_all_faults_of_a_job_are_told_at_once_with_their_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    prompt = {"messages": [{"role": "user", "content": "{{ id }}"}, {"role": "user", "content": "{{ txet }}"}]}
+    job = write_job(
+        tmp_path,
+        tmp_path / "no-model",
+        ROWS,
+        prompt=prompt,
+        engine={"device": "cuda"},
+        output={"path": str(tmp_path / "job.yaml" / "out"), "columns": {"text": "x"}},
+    )
+    text = refused("validate", job, "--set", "input.where=[[txt, '=', a]]")
+    lines = job.read_text().splitlines()
+
+    def line(text: str) -> int:
+        return next(number for number, line in enumerate(lines, 1) if text in line)
+
+    assert re.findall(r"^(?:.*yaml:)?(\d+: [\w.]+|--set [\w.]+): ", text, re.MULTILINE) == [
+        f"{line('name_or_path')}: model.name_or_path",
+        f"{line('txet')}: prompt.messages.1.content",
+        f"{line('job.yaml')}: output.path",
+        f"{line('columns')}: output.columns",
+        f"{line('cuda')}: engine.device",
+        "--set input.where",
+    ]
+    assert len(text.splitlines()) == 6
+
+
+def test_a_model_that_cannot_run_is_refused(tmp_path: Path, tiny_model: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in tiny_model.iterdir():
+        (model / file.name).symlink_to(file)
+    job = write_job(tmp_path, model, ROWS)
+    config = json.loads((tiny_model / "config.json").read_text())
+    (model / "config.json").unlink()
+    for change, expected in [
+        ({"architectures": ["OddForCausalLM"]}, "model architecture OddForCausalLM is not supported"),
+        ({"num_hidden_layers": None}, "model config: not understood: "),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "model config: factor is missing"),
+        ({"max_position_embeddings": "long"}, "model config: the context length is not understood: "),
+    ]:
+        (model / "config.json").write_text(json.dumps(config | change))
+        assert f"{job}:3: model.name_or_path: {expected}" in refused("validate", job)
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "model.safetensors").unlink()
+    assert "no *.safetensors" in refused("validate", job)
+
+
+def test_links_that_lead_nowhere_are_named(job: Path) -> None:
+    folder = job.parent
+    (folder / "in").mkdir()
+    write_rows(folder / "in" / "a.jsonl", ROWS)
+    (folder / "in" / "gone.jsonl").symlink_to("nothing")
+    (folder / "in" / "loop.jsonl").symlink_to("loop.jsonl")
+    expected = [
+        f"--set input.path: {folder}/in/gone.jsonl: is a link that leads nowhere: No such file or directory",
+        f"--set input.path: {folder}/in/loop.jsonl: is a link that leads nowhere: Too many levels of symbolic links",
+    ]
+    for path in ("in", "in/*.jsonl"):
+        assert refused("validate", job, "--set", f"input.path={folder / path}").splitlines() == expected
+    for path in ("in/loop.jsonl", "in/loop.jsonl/out", "in/gone.jsonl"):
+        text = refused("validate", job, "--set", f"output.path={folder / path}")
+        assert "is a link that leads nowhere" in text
+        assert len(text.splitlines()) == 1
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_an_output_that_cannot_be_written_is_refused(job: Path) -> None:
+    (job.parent / "kept").mkdir(mode=0o555)
+    text = refused("validate", job, "--set", f"output.path={job.parent}/kept/a/b")
+    assert f"cannot be written: {job.parent}/kept is read-only" in text
+
+
+def test_validate_refuses_the_files_that_submit_refuses(job: Path) -> None:
+    folder = job.parent
+    (folder / "bad.jsonl.gz").write_bytes(b"plain text")
+    (folder / "empty.jsonl.gz").write_bytes(b"")
+    overrides = ("--set", f"input.path=[{folder}/bad.jsonl.gz, {folder}/empty.jsonl.gz, {folder}/rows.jsonl]")
+    for command in ("validate", "submit"):
+        bad, empty = refused(command, job, *overrides).splitlines()
+        assert bad.startswith(f"--set input.path: {folder}/bad.jsonl.gz: invalid .gz data")
+        assert empty == f"--set input.path: {folder}/empty.jsonl.gz: is empty"
 
 
 def test_a_sampling_column_has_to_be_read(job: Path) -> None:
@@ -95,11 +185,18 @@ def test_a_sampling_column_has_to_be_read(job: Path) -> None:
     assert "sampling.from_column: column 'params' is not among input.columns" in refused("validate", job, *overrides)
 
 
-def test_a_schema_tells_that_a_sampling_column_is_missing(job: Path, tmp_path: Path) -> None:
-    assert run("validate", job, "--set", "sampling.from_column=params").exit_code == 0
+def test_a_schema_tells_that_a_column_is_missing_and_lines_warn(job: Path, tmp_path: Path) -> None:
+    result = run("validate", job, "--set", "sampling.from_column=params")
+    assert result.exit_code == 0
+    warning = "sampling.from_column: column 'params' is in none of the first 100 lines of any file"
+    assert f"warning: --set {warning}" in result.stdout
     pq.write_table(pa.table({"id": ["a"], "text": ["b"]}), tmp_path / "rows.parquet")
     overrides = ("--set", f"input.path={tmp_path / 'rows.parquet'}", "--set", "sampling.from_column=params")
     assert "sampling.from_column: column 'params' is not in the input" in refused("validate", job, *overrides)
+    pq.write_table(pa.table({"id": ["a"], "text": ["b"], "lang": ["c"]}), tmp_path / "more.parquet")
+    overrides = ("--set", f"input.path={tmp_path}/*.parquet", "--set", "input.where=[[lang, '=', c]]")
+    text = refused("validate", job, *overrides)
+    assert text == f"--set input.path: {tmp_path / 'rows.parquet'}: has no column 'lang'; it has id, text"
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from batchrun.data.prompt import PromptBuilder, prefix_order
 from batchrun.data.rows import PreparedRow, Row
+from batchrun.data.template import RowTemplate
 from batchrun.errors import JobError
 from batchrun.job import PromptSpec, SamplingSpec
 from batchrun.model_files import resolve
@@ -121,10 +122,42 @@ def test_templates_render(tokenizer: Tokenizer, template: str, data: dict[str, A
         ("x{{ a | map('upper') }}", {"a": ["x"]}, "bad_prompt: prompt.template: an expression gives a generator"),
         ("{{ range }}", {}, "bad_prompt: prompt.template: an expression gives a function"),
         ("{{ a.append(1) }}", {"a": []}, "bad_prompt: prompt.template: "),
+        ("{{ 'a' * 1000000000 }}", {}, "bad_prompt: prompt.template: * makes too large a value"),
+        ("{{ 2 ** (10 ** 12) }}", {}, "bad_prompt: prompt.template: ** makes too large a value"),
+        (
+            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+            {},
+            "bad_prompt: prompt.template: range gives more than 1,048,576 numbers in all",
+        ),
+        (
+            "{% for i in range(99999) %}{{ a * 9999 }}{% endfor %}",
+            {"a": "xx"},
+            "bad_prompt: prompt.template: gives more than 67,108,864 characters",
+        ),
     ],
 )
 def test_what_has_no_text_is_a_row_error(tokenizer: Tokenizer, template: str, data: dict[str, Any], error: str) -> None:
     assert str(build(tokenizer, data, template=template).error).startswith(error)
+
+
+@pytest.mark.parametrize(
+    ("template", "required"),
+    [
+        ("{{ a }} {{ row.b }} {{ row['odd name'] }}", {"a", "b", "odd name"}),
+        ("{{ a | default('x') }} {{ row.b | d }} {{ row['c'] | default('none') }}", set()),
+        ("{{ row.get('a') }} {{ row.items() | list }} {{ row[a] }}", {"a"}),
+        (
+            "{% if a is defined %}{{ a }}{% endif %} {% if row.b is not defined %}-{% else %}{{ row.b }}{% endif %}",
+            set(),
+        ),
+        ("{% if 'a' in row %}{{ a }}{% endif %} {{ '-' if 'b' not in row else row.b }}", set()),
+        ("{{ a | upper | default('x') }} {{ a if a else '-' }}", {"a"}),
+        ("{% for row in rows %}{{ row.name }}{% endfor %} {% set b = 1 %}{{ b }} {{ range(2) | list }}", {"rows"}),
+        ("{{ 'a' | center(10 ** 12) }}", set()),
+    ],
+)
+def test_columns_that_a_template_needs(template: str, required: set[str]) -> None:
+    assert RowTemplate(template, "prompt.template").required == required
 
 
 def test_one_bad_row_leaves_the_others_alone(tokenizer: Tokenizer) -> None:
@@ -321,6 +354,7 @@ def test_a_row_may_have_its_own_sampling(tokenizer: Tokenizer) -> None:
         ({"from_column": "x"}, "bad_sampling: from_column: unknown parameter; known are temperature, "),
         ({"temperature": -1}, "bad_sampling: temperature: must be at least 0.0, not -1"),
         ({"temperature": "hot"}, "bad_sampling: temperature: "),
+        ({"max_tokens": True}, "bad_sampling: max_tokens: "),
         ({"n": 2}, "bad_sampling: n: more than one sample"),
         ({"min_tokens": 99}, "bad_sampling: min_tokens (99) is above max_tokens (16)"),
         ([1], "bad_sampling: column 'params' has to hold an object"),

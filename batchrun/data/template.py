@@ -129,7 +129,7 @@ class RowTemplate:
             raise JobError(f"{field}: line {error.lineno}: {error.message}") from None
         except RecursionError:
             raise JobError(f"{field}: nested too deeply") from None
-        variables = meta.find_undeclared_variables(tree)
+        variables = _undeclared_variables(tree)
         self._names = (variables - {_ROW}) | set(environment.globals)  # a column comes before a function of Jinja's
         self.required = frozenset(_columns(tree, variables) - _optional_columns(tree))
 
@@ -213,6 +213,14 @@ def _is_one_expression(tree: nodes.Template) -> bool:
     parts = [part for node in tree.body for part in (node.nodes if isinstance(node, nodes.Output) else [node])]
     solid = [part for part in parts if not (isinstance(part, nodes.TemplateData) and not part.data.strip())]
     return len(solid) == 1 and isinstance(solid[0], nodes.Expr) and not isinstance(solid[0], nodes.TemplateData)
+
+
+def _undeclared_variables(tree: nodes.Template) -> set[str]:
+    """As :func:`jinja2.meta.find_undeclared_variables`, which computes constants on the way."""
+    generator = meta.TrackingCodeGenerator(tree.environment)  # type: ignore[arg-type]
+    generator.optimizer = None
+    generator.visit(tree)
+    return generator.undeclared_identifiers
 
 
 def _columns(tree: nodes.Template, variables: set[str]) -> set[str]:

@@ -117,16 +117,24 @@ def weight_bytes(config: Config, dtype_bytes: int) -> int:
 
 def context_length(config: Config) -> int:
     """Tokens that the model was made for, its rope scaling included."""
-    length = int(config.get("max_position_embeddings") or 0)
+    try:
+        length = _context_length(config)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise JobError(f"model config: the context length is not understood: {error}") from None
     if length <= 0:
         raise JobError("model: its configuration has no max_position_embeddings; set model.max_model_len")
+    return length
+
+
+def _context_length(config: Config) -> int:
+    length = int(config.get("max_position_embeddings") or 0)
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind in _ROPE_ALREADY_SCALED or not scaling.get("factor"):
         return length
     if kind == "yarn":
         length = int(scaling.get("original_max_position_embeddings") or length)
-    return int(length * scaling["factor"])
+    return int(length * float(scaling["factor"]))
 
 
 def resolve_max_model_len(config: Config, spec: ModelSpec) -> int:
