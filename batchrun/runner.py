@@ -81,7 +81,7 @@ def run_job(job: JobSpec, *, limit: int | None = None, overwrite: bool = False, 
         run.work()
         report = run.report(time.monotonic() - started)
         if not run.stopped:
-            manifest = output.finish(_describe_run(ready))
+            manifest = output.finish(_describe_run(ready, limit))
             report = replace(
                 report,
                 total_rows=manifest.rows,
@@ -102,6 +102,9 @@ def _splits(output: Output, source: Source, files: list[InputFile], limit: int |
     total = sum(split.n_rows for split in splits)
     if limit is not None and limit < total:
         return _committed_splits(output, splits, limit)
+    manifest = output.manifest()
+    if manifest is not None and manifest.complete and manifest.run.get("limit", 0) is None:
+        return splits  # all there are: a run without a limit has finished them
     ends = {split.file.key: split.first_row + split.n_rows for split in splits}
     for split in source.splits(files):
         end = ends.get(split.file.key)
@@ -148,10 +151,11 @@ def _all_errors(of_this_run: Any, total: int) -> dict[str, int]:
     return errors
 
 
-def _describe_run(ready: Preflight) -> dict[str, Any]:
+def _describe_run(ready: Preflight, limit: int | None) -> dict[str, Any]:
     """What the manifest says of the run: nothing of it is secret, nothing of it decides what the parts hold."""
     return {
         "job": ready.job.name,
+        "limit": limit,
         "model": ready.model.reference,
         "device": ready.device,
         "machine": platform.machine(),

@@ -30,6 +30,7 @@ from batchrun.cli import main
 from batchrun.data.lease import HeldError, Lease, acquire
 from batchrun.data.records import MANIFEST_COPY
 from batchrun.data.sink import Output
+from batchrun.data.source import Source
 from batchrun.data.store import StorageError, Store
 from batchrun.data.view import OutputView
 from batchrun.errors import JobError, StoppedError, ThresholdError
@@ -325,13 +326,19 @@ def test_a_limit_beyond_the_rows_is_no_limit(tmp_path: Path, tiny_model: Path) -
 
 
 def test_a_finished_job_is_left_alone(
-    tmp_path: Path, tiny_model: Path, decoded: list[int], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    tiny_model: Path,
+    decoded: list[int],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     job = write_job(tmp_path, tiny_model, [*ROWS, "broken"], sampling=GREEDY)
     assert submit(job) == 3
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir() if path.is_file()}
     capsys.readouterr()
-    assert submit(job) == 3
+    with monkeypatch.context() as patch:
+        patch.delattr(Source, "splits")  # its input is not scanned again
+        assert submit(job) == 3
     assert "all 13 rows were done before" in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in before} == before
     assert len(decoded) == 1
@@ -691,11 +698,10 @@ def test_a_file_that_cannot_be_read_at_all_is_refused_before_anything_runs(
 def test_nothing_secret_is_recorded(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hunter2")
     secret = {"storage_options": {"secret": "hunter2"}}
-    options = {"dataset_options": {"token": "hunter2"}}
-    job = write_job(tmp_path, tiny_model, ROWS, sampling=GREEDY, input=secret | options, output=secret)
+    job = write_job(tmp_path, tiny_model, ROWS, sampling=GREEDY, input=secret, output=secret)
     assert submit(job) == 0
     files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
     assert len(files) > 4
     assert not [path for path in files if b"hunter2" in path.read_bytes()]
     run = json.loads((tmp_path / "out" / MANIFEST_COPY).read_text())["run"]
-    assert set(run) == {"job", "model", "device", "machine", "versions"}
+    assert set(run) == {"job", "limit", "model", "device", "machine", "versions"}
