@@ -104,12 +104,13 @@ def run_bench(
 def _file_job(path: Path, model: str | None, overrides: Sequence[str]) -> JobSpec:
     if overrides:
         raise JobError("--set is for job files; use --model, --dtype and --threads with a JSONL file")
-    with path.open(encoding="utf-8") as lines:
-        first = json.loads(next(lines, "{}"))
-    form = {"messages_column": "messages"} if "messages" in first else {"template": "{{ prompt }}"}
+    rows = InputSpec(path=str(path), format="jsonl")
+    source = Source(rows)
+    columns = source.schema_names(source.files()) or []
+    form = {"messages_column": "messages"} if "messages" in columns else {"template": "{{ prompt }}"}
     return JobSpec(
         model=ModelSpec(name_or_path=model or DEMO_MODEL),
-        input=InputSpec(path=str(path), format="jsonl"),
+        input=rows,
         prompt=PromptSpec(**form),
         sampling=SamplingSpec(temperature=0, max_tokens=DEFAULT_MAX_TOKENS),
         output={"path": "bench"},
@@ -125,9 +126,14 @@ def _workload(job: JobSpec, files: ModelFiles, model: ModelSpec, limit: int | No
         (prepared,) = builder.build([row])
         if prepared.error is not None:
             raise JobError(f"{job.input.path}: row {row.row}: {prepared.error}")
-        given = (row.data or {}).get("max_tokens")
+        params = prepared.params or job.sampling
+        if (given := (row.data or {}).get("max_tokens")) is not None:
+            try:
+                params = SamplingParams(max_tokens=given)
+            except ValueError as error:
+                raise JobError(f"{job.input.path}: row {row.row}: {error}") from None
         workload.prompts.append(prepared.token_ids)
-        workload.max_tokens.append(int(given) if given else (prepared.params or job.sampling).max_tokens)
+        workload.max_tokens.append(params.max_tokens)
     if not workload.prompts:
         raise JobError(f"{job.input.path}: no rows to measure")
     return workload

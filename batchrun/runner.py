@@ -7,7 +7,6 @@ and makes them durable (`batchrun.data.writer`). The caller's thread waits for s
 
 from __future__ import annotations
 
-import itertools
 import os
 import platform
 import sys
@@ -20,9 +19,9 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from batchrun.data.feed import Feed, FeedKilledError, Window
-from batchrun.data.rows import InputFile, PartialRow, PreparedRow, RowResult, Split
+from batchrun.data.rows import PartialRow, PreparedRow, RowResult, Split
+from batchrun.data.scope import splits_to_do
 from batchrun.data.sink import Output
-from batchrun.data.source import Source
 from batchrun.data.writer import Writer
 from batchrun.errors import (
     EXIT_OK,
@@ -76,7 +75,7 @@ def run_job(job: JobSpec, *, limit: int | None = None, overwrite: bool = False, 
         output = stack.enter_context(
             Output.open(job.output, configuration, ready.layout, inputs=ready.inputs, overwrite=overwrite)
         )
-        splits = _splits(output, ready.source, ready.inputs, limit)
+        splits = splits_to_do(output, ready.source, ready.inputs, limit)
         run = _Run(ready, output, splits, stack.enter_context(StopSignals(deadline)))
         run.work()
         report = run.report(time.monotonic() - started)
@@ -91,49 +90,6 @@ def run_job(job: JobSpec, *, limit: int | None = None, overwrite: bool = False, 
             )
     print(summary(report), file=sys.stderr, flush=True)
     return report.exit_code
-
-
-def _splits(output: Output, source: Source, files: list[InputFile], limit: int | None) -> list[Split]:
-    """The splits to have done, recorded: those that were before, then those of the rows after them, up to ``limit``.
-
-    Raises JobError where ``limit`` is below the rows that were recorded, unless they are committed up to there.
-    """
-    splits = output.check_input(files) if output.recorded_input() is not None else []
-    total = sum(split.n_rows for split in splits)
-    if limit is not None and limit < total:
-        return _committed_splits(output, splits, limit)
-    manifest = output.manifest()
-    if manifest is not None and manifest.complete and manifest.run.get("limit", 0) is None:
-        return splits  # all there are: a run without a limit has finished them
-    ends = {split.file.key: split.first_row + split.n_rows for split in splits}
-    for split in source.splits(files):
-        end = ends.get(split.file.key)
-        if end is not None and split.first_row + split.n_rows <= end:
-            continue
-        if limit is not None and total >= limit:
-            break
-        if end is not None and split.first_row < end:
-            _, split = source.cut(split, end - split.first_row)
-        if limit is not None and total + split.n_rows > limit:
-            split, _ = source.cut(split, limit - total)
-        total += split.n_rows
-        splits.append(replace(split, number=len(splits)))
-    output.record_input(files, splits)
-    return splits
-
-
-def _committed_splits(output: Output, splits: list[Split], limit: int) -> list[Split]:
-    """Those of the first ``limit`` rows. Raises JobError where one is not committed."""
-    committed = output.committed()
-    starts = itertools.accumulate((split.n_rows for split in splits), initial=0)
-    wanted = [split for split, start in zip(splits, starts, strict=False) if start < limit]
-    if all(split.number in committed for split in wanted):
-        return wanted
-    total = sum(split.n_rows for split in splits)
-    raise JobError(
-        f"--limit {limit}: {output.store.url} was begun with {total:,} rows, and its first {limit:,} are not finished; "
-        f"give --limit {total} or more, no --limit, another output.path, or --overwrite to start again"
-    )
 
 
 def _exit_code(job: JobSpec, rows: int, errors: int) -> int:

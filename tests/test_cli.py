@@ -269,6 +269,17 @@ def test_a_wrong_command_line_exits_2(job: Path, arguments: list[str]) -> None:
     assert "Usage: " in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ("{broken", "row 1: unreadable_row: "),
+        ({"prompt": "x", "max_tokens": "y"}, "row 1: max_tokens: must be a whole"),
+    ],
+)
+def test_bench_refuses_rows_that_it_cannot_measure(tmp_path: Path, tiny_model: Path, row: Any, expected: str) -> None:
+    assert expected in refused("bench", write_rows(tmp_path / "rows.jsonl", [row]), "--model", tiny_model)
+
+
 def test_a_job_file_that_is_not_there(tmp_path: Path) -> None:
     assert refused("plan", tmp_path / "none.yaml").endswith("none.yaml: No such file or directory")
 

@@ -25,6 +25,7 @@ TORCH_FREE = (
     "batchrun.data.feed",
     "batchrun.data.feed_worker",
     "batchrun.data.prompt",
+    "batchrun.data.scope",
     "batchrun.data.sink",
     "batchrun.data.source",
     "batchrun.data.writer",
