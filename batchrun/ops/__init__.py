@@ -1,11 +1,12 @@
 """Picks the module of operations. A backend is a module that exports the same few functions.
 
-==================  =======================================================
+==================  ======================================================================================
 `torch_ops`         plain torch on any device: the reference
 `fixed_ops`         plain torch, each row's bits its own
-`native_ops`        native CPU kernels
-`fixed_native_ops`  native CPU kernels, each row's bits its own
-==================  =======================================================
+`native_ops`        native CPU kernels, each row's bits its own
+`onednn_ops`        native CPU kernels beside oneDNN's matrix products, for processors that multiply bfloat16
+`fixed_onednn_ops`  the same, each row's bits its own
+==================  ======================================================================================
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ def backend(device: torch.device, dtype: torch.dtype, *, reproducible: bool) -> 
     """
     if reproducible and device.type != "cpu":
         raise JobError(f"model.reproducible is not supported on {device.type}; use engine.device: cpu")
-    from batchrun.ops import fixed_native_ops, fixed_ops, native_ops, torch_ops
+    from batchrun.ops import fixed_onednn_ops, fixed_ops, native_ops, onednn_ops, torch_ops
 
     if device.type == "cpu" and dtype in cpu.DTYPES and cpu.available():
-        return fixed_native_ops if reproducible else native_ops
+        if dtype == torch.bfloat16 and torch_ops.multiplies(dtype):
+            return fixed_onednn_ops if reproducible else onednn_ops
+        return native_ops
     return fixed_ops if reproducible else torch_ops

@@ -1,6 +1,18 @@
-"""The operations on a CPU with native kernels: each row's bits are its own, but for those of `linear`."""
+"""The operations on a CPU with native kernels: each row's bits are its own."""
 
+from __future__ import annotations
+
+from torch import Tensor
+
+from batchrun.kernels import cpu
+from batchrun.kernels.cpu import Panels as pack
 from batchrun.kernels.cpu import add_rms_norm, attention, rms_norm, rope_kv_write, silu_mul
-from batchrun.ops.torch_ops import linear
+from batchrun.weights.formats import Dense
 
-__all__ = ["add_rms_norm", "attention", "linear", "rms_norm", "rope_kv_write", "silu_mul"]
+__all__ = ["add_rms_norm", "attention", "linear", "pack", "rms_norm", "rope_kv_write", "silu_mul"]
+
+
+def linear(x: Tensor, weight: Dense, bias: Tensor | None = None) -> Tensor:
+    """As `torch_ops.linear`, of a weight that `pack` laid out."""
+    assert isinstance(weight.packed, pack)
+    return cpu.linear(x, weight.packed, bias)

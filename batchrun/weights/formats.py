@@ -6,9 +6,20 @@ file never knows which it holds: it embeds with ``rows`` and hands the object to
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Protocol
+
 import torch
 
-_PACKED_ROWS = 64  # rows of activations that oneDNN is told to lay weights out for
+
+class Packed(Protocol):
+    """A weight in the layout that some backend's ``linear`` multiplies."""
+
+    def to_dense(self) -> torch.Tensor:
+        """The weight as plain numbers ``[out, in]``."""
+
+
+Packer = Callable[[torch.Tensor], Packed | None]  # None: the backend multiplies plain numbers
 
 
 class Dense:
@@ -22,17 +33,12 @@ class Dense:
         self._data: torch.Tensor | None = data
         self.shape = (data.shape[0], data.shape[1])
         self.dtype = data.dtype  # of the activations that are multiplied by it
-        self.packed: torch.Tensor | None = None  # the same numbers in oneDNN's layout, once `pack` made it
+        self.packed: Packed | None = None  # the same numbers as the backend wants them, once `pack` made it
 
-    def pack(self, *, keep_rows: bool = False) -> None:
-        """Lay the weight out for oneDNN's matrix product. CPU only; without ``keep_rows`` the plain form is freed.
-
-        bfloat16 is packed as float32 where the processor cannot multiply it, which is ten times faster there.
-        """
-        data = self.dequantize()
-        native = self.dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(data if native else data.float(), _PACKED_ROWS)
-        if not keep_rows:
+    def pack(self, pack: Packer, *, keep_rows: bool = False) -> None:
+        """Lay the weight out for a backend; without ``keep_rows`` the plain form is freed if that made another."""
+        self.packed = pack(self.dequantize())
+        if self.packed is not None and not keep_rows:
             self._data = None
 
     def dequantize(self) -> torch.Tensor:

@@ -7,7 +7,7 @@ import re
 import torch
 
 from batchrun.errors import JobError
-from batchrun.weights.formats import Dense
+from batchrun.weights.formats import Dense, Packer
 from batchrun.weights.source import StoredTensor, WeightSource, open_weights
 
 __all__ = ["Loader", "open_weights"]
@@ -19,14 +19,21 @@ _MAX_SHOWN = 8
 
 
 class Loader:
-    """Takes tensors out of a :class:`WeightSource` in ``dtype`` on ``device``.
+    """Takes tensors out of a :class:`WeightSource` in ``dtype`` on ``device``; ``pack`` lays linear weights out.
 
     Every method raises :class:`JobError`, naming the tensor and its file, where the checkpoint is not what the model
     expects.
     """
 
-    def __init__(self, source: WeightSource, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        source: WeightSource,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        pack: Packer = lambda _: None,
+    ) -> None:
         self._source = source
+        self._pack = pack
         self.dtype = dtype
         self.device = torch.device(device)
         self._names = source.names()
@@ -55,11 +62,10 @@ class Loader:
     def take_linear(self, *names: str, shape: tuple[int, int] | None = None, keep_rows: bool = False) -> Dense:
         """The weight of a linear layer ``[out, in]``; of several that share their input, joined along ``out``.
 
-        On a CPU it is packed for multiplication; ``keep_rows`` says that its rows are looked up as well.
+        ``keep_rows`` says that its rows are looked up as well.
         """
         weight = Dense(self.take(*names, shape=shape))
-        if self.device.type == "cpu" and self.dtype in (torch.float32, torch.bfloat16):
-            weight.pack(keep_rows=keep_rows)
+        weight.pack(self._pack, keep_rows=keep_rows)
         return weight
 
     def finish(self) -> None:

@@ -1,4 +1,4 @@
-"""Native CPU kernels over a packed, ragged batch: paged attention, RMS norm, SiLU * up, RoPE with KV-cache write.
+"""Native CPU kernels over a packed, ragged batch: linear layers, paged attention, norms, SiLU * up, RoPE with KV write.
 
 They are compiled on first use (see :mod:`batchrun.kernels.cpu.build`); where that is impossible :func:`available` is
 False and the caller computes with torch. All tensors are contiguous, on the CPU, float32 or bfloat16, and are neither
@@ -20,7 +20,17 @@ from torch import Tensor
 
 from . import build
 
-__all__ = ["AttentionBatch", "add_rms_norm", "attention", "available", "rms_norm", "rope_kv_write", "silu_mul"]
+__all__ = [
+    "AttentionBatch",
+    "Panels",
+    "add_rms_norm",
+    "attention",
+    "available",
+    "linear",
+    "rms_norm",
+    "rope_kv_write",
+    "silu_mul",
+]
 
 MAX_HEAD_DIM = 256
 DTYPES = (torch.float32, torch.bfloat16)
@@ -29,6 +39,7 @@ _INDICES = (torch.int32, torch.int64)
 
 _SIGNATURES = {
     "batchrun_rms_norm": [c_void_p] * 4 + [c_int64, c_int, c_float, c_bool, c_int],
+    "batchrun_linear": [c_void_p] * 4 + [c_int64, c_int, c_int, c_bool, c_int],
     "batchrun_silu_mul": [c_void_p] * 2 + [c_int64, c_int, c_bool, c_int],
     "batchrun_rope_kv_write": [c_void_p] * 3
     + [c_bool, c_void_p, c_bool]
@@ -60,9 +71,42 @@ class AttentionBatch(Protocol):
         """int32 [B, P]: only blocks that some query of the row can see are read."""
 
 
+class Panels:
+    """A linear layer's weight [N, K], float32 or bfloat16, in the layout that :func:`linear` multiplies (a copy)."""
+
+    __slots__ = ("data", "shape")
+
+    def __init__(self, weight: Tensor) -> None:
+        n, k = weight.shape
+        columns = _library().batchrun_panel_columns()
+        padded = torch.nn.functional.pad(weight, (0, 0, 0, -n % columns))
+        self.data = padded.view(-1, columns, k).transpose(1, 2).contiguous()  # [panels, K, columns], padded with zeros
+        self.shape = (n, k)
+
+    def to_dense(self) -> Tensor:
+        """The weight [N, K] (a copy)."""
+        n, k = self.shape
+        return self.data.transpose(1, 2).reshape(-1, k)[:n]
+
+
 def available() -> bool:
     """Whether the kernels can run here; the first call compiles them (seconds) if the cache has none."""
     return build.library() is not None
+
+
+def linear(x: Tensor, weight: Panels, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """``x`` [T, K] times ``weight`` [N, K] transposed, plus ``bias`` [N], rounded once -> [T, N]; all of one dtype."""
+    n, k = weight.shape
+    tokens, width = _floats("x", x, 2)
+    _require(
+        width == k and weight.data.dtype is x.dtype,
+        f"x is {x.dtype} {tuple(x.shape)}, the weight {weight.data.dtype} {n, k}",
+    )
+    if bias is not None:
+        _like("bias", bias, (n,), x.dtype)
+    out = _output("out", out, x, (tokens, n))
+    _call("batchrun_linear", x, weight.data, bias, out, tokens, n, k, x.dtype is torch.bfloat16)
+    return out
 
 
 def attention(
@@ -194,12 +238,16 @@ def _rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, ou
     return out
 
 
-@cache
-def _functions() -> dict[str, ctypes._NamedFuncPointer]:
+def _library() -> ctypes.CDLL:
     loaded = build.library()
     if loaded is None:
         raise RuntimeError("the native CPU kernels are not available here: ask available() first")
-    functions = {name: getattr(loaded, name) for name in _SIGNATURES}
+    return loaded
+
+
+@cache
+def _functions() -> dict[str, ctypes._NamedFuncPointer]:
+    functions = {name: getattr(_library(), name) for name in _SIGNATURES}
     for name, function in functions.items():
         function.argtypes, function.restype = _SIGNATURES[name], c_char_p
     return functions

@@ -1,4 +1,4 @@
-"""Compiles ``kernels.cpp`` on first use with the system's own C++ compiler and keeps the library in batchrun's cache.
+"""Compiles ``kernels.cpp`` and its headers on first use with the system's own C++ compiler and keeps the library in batchrun's cache.
 
 The cached file is named by a hash of everything its machine code depends on (source, flags, compiler, processor), so a
 home directory that is shared between unlike machines holds one library for each, and a new release builds its own.
@@ -21,6 +21,7 @@ from pathlib import Path
 import torch  # noqa: F401  # maps the OpenMP runtime that the library must share, so it comes before the library
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
+HEADERS = sorted(SOURCE.parent.glob("*.h"))
 
 # No -ffast-math: sums keep their order, NaN and infinity their meaning. Contraction is off because the compiler would
 # choose case by case which multiply-adds to fuse; the kernels fuse explicitly. The two last flags drop only errno and
@@ -58,7 +59,8 @@ def build() -> Path:
     """
     command = find_compiler()
     version = _run([*command, "--version"])
-    parts = (SOURCE.read_bytes(), repr((command, FLAGS)).encode(), version.encode(), describe_cpu().encode())
+    sources = [path.read_bytes() for path in (SOURCE, *HEADERS)]
+    parts = (*sources, repr((command, FLAGS)).encode(), version.encode(), describe_cpu().encode())
     digest = hashlib.blake2b(b"\0".join(parts), digest_size=16).hexdigest()
     target = cache_dir() / f"kernels-{digest}.so"
     if not target.exists():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -15,11 +14,10 @@ from batchrun.engine.executor import Executor
 from batchrun.engine.request import Request, noise_key
 from batchrun.engine.scheduler import KVGroup, Limits, Scheduler
 from batchrun.model_files import resolve
-from batchrun.models.decoder import Decoder, Linear
+from batchrun.models.decoder import Decoder
 from batchrun.models.families import model_config
 from batchrun.ops import backend
 from batchrun.sampling import SamplingParams
-from batchrun.weights.formats import Dense
 from batchrun.weights.load import Loader, open_weights
 
 MAX_LEN = 256
@@ -27,24 +25,18 @@ CPU = torch.device("cpu")
 
 
 def load_decoder(
-    path: Path, *, dtype: torch.dtype = torch.float32, reproducible: bool = False, ops: ModuleType | None = None
+    path: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    reproducible: bool = False,
+    ops: ModuleType | None = None,
+    packed: bool = True,
 ) -> Decoder:
+    """``packed`` False: with plain weights, as where a backend has no layout of its own."""
     files = resolve(str(path))
-    loader = Loader(open_weights(files), dtype=dtype, device=CPU)
     ops = ops or backend(CPU, dtype, reproducible=reproducible)
+    loader = Loader(open_weights(files), dtype, CPU, **({"pack": ops.pack} if packed else {}))
     return Decoder(model_config(files.config), loader, ops, MAX_LEN)
-
-
-def unpack(decoder: Decoder) -> Decoder:
-    """The same decoder with plain weights, as where oneDNN's layout is not used."""
-
-    def plain(linear: Linear) -> Linear:
-        return replace(linear, weight=Dense(linear.weight.dequantize()))
-
-    names = ("qkv", "output", "gate_up", "down")
-    decoder.layers = [replace(layer, **{n: plain(getattr(layer, n)) for n in names}) for layer in decoder.layers]
-    decoder.head = plain(decoder.head)
-    return decoder
 
 
 def request(

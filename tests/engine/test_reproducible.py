@@ -16,18 +16,18 @@ from batchrun.engine.noise import gumbel, philox
 from batchrun.engine.request import Request
 from batchrun.engine.scheduler import Scheduler
 from batchrun.kernels import cpu
-from batchrun.ops import backend, fixed_native_ops, fixed_ops, torch_ops
+from batchrun.ops import backend, fixed_onednn_ops, fixed_ops, native_ops, torch_ops
 from batchrun.ops.attention_batch import AttentionBatch
 from batchrun.sampling import SamplingParams
 from batchrun.weights.formats import Dense
-from tests.engine.driver import Driver, load_decoder, request, unpack
+from tests.engine.driver import Driver, load_decoder, request
 from tests.models import save_model
 
+needs_compiler = pytest.mark.skipif(not cpu.available(), reason="no compiler for the native kernels")
 INVARIANT = [
     fixed_ops,
-    pytest.param(
-        fixed_native_ops, marks=pytest.mark.skipif(not cpu.available(), reason="no compiler for the native kernels")
-    ),
+    pytest.param(native_ops, marks=needs_compiler),
+    pytest.param(fixed_onednn_ops, marks=needs_compiler),
 ]
 DTYPES = [torch.float32, torch.bfloat16]
 SIZES = (1, 2, 3, 5, 16, 63, 64, 65, 130)
@@ -46,12 +46,10 @@ def rows_are_alone(function: Callable[[Tensor], Tensor], x: Tensor) -> bool:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("ops", INVARIANT, ids=lambda ops: ops.__name__.rpartition(".")[2])
-@pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("shape", [(96, 64), (192, 72), (960, 576)], ids=str)
-def test_linear(ops: ModuleType, dtype: torch.dtype, packed: bool, shape: tuple[int, int]) -> None:
+def test_linear(ops: ModuleType, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     weight = Dense(torch.randn(shape).to(dtype))
-    if packed:
-        weight.pack()
+    weight.pack(ops.pack)
     bias = torch.randn(shape[0]).to(dtype)
     assert rows_are_alone(lambda x: ops.linear(x, weight, bias), torch.randn(130, shape[1]).to(dtype))
 
@@ -134,9 +132,7 @@ def outcome(requests: list[Request]) -> Outcome:
 
 def runs(path: Path, ops: ModuleType, dtype: torch.dtype, *, packed: bool) -> dict[str, Outcome]:
     """The same 32 requests run in as many ways as there are; every way a fresh set of pools."""
-    decoder = load_decoder(path, dtype=dtype, ops=ops)
-    if not packed:
-        unpack(decoder)
+    decoder = load_decoder(path, dtype=dtype, ops=ops, packed=packed)
 
     def run(requests: list[Request], disturb: Callable[[int, Scheduler], None] | None = None, **shape: int) -> Outcome:
         with Driver(decoder, **{"max_num_seqs": 32, **shape}) as driver:
@@ -144,10 +140,7 @@ def runs(path: Path, ops: ModuleType, dtype: torch.dtype, *, packed: bool) -> di
         return outcome(requests)
 
     results = {"whole": run(make_requests())}
-    alone: Outcome = {}
-    for each in make_requests():
-        alone |= run([each])
-    results["alone"] = alone
+    results["alone"] = {key: value for each in make_requests() for key, value in run([each]).items()}
     shuffled = make_requests()
     random.Random(1).shuffle(shuffled)
     results["shuffled"] = run(shuffled, max_num_seqs=7)
@@ -186,7 +179,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("ops", INVARIANT, ids=lambda ops: ops.__name__.rpartition(".")[2])
 def test_every_way_to_run_gives_the_same_bits(model_path: Path, ops: ModuleType, dtype: torch.dtype) -> None:
-    results = runs(model_path, ops, dtype, packed=ops is fixed_native_ops)
+    results = runs(model_path, ops, dtype, packed=ops is not fixed_ops)
     whole = results["whole"]
     assert len({tuple(tokens) for tokens, _ in whole.values()}) > 16  # they are not all alike
     different = [name for name, result in results.items() if result != whole]
@@ -200,8 +193,8 @@ def test_with_the_mode_off_bits_move(model_path: Path) -> None:
 
 
 def test_the_mode_chooses_invariant_operations() -> None:
-    chosen = backend(torch.device("cpu"), torch.float32, reproducible=True)
-    assert chosen in (fixed_ops, fixed_native_ops)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert backend(torch.device("cpu"), dtype, reproducible=True) in (fixed_ops, native_ops, fixed_onednn_ops)
 
 
 # ---- noise

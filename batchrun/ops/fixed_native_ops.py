@@ -1,6 +1,0 @@
-"""The native operations with the `linear` in which a row's bits depend on that row alone."""
-
-from batchrun.kernels.cpu import add_rms_norm, attention, rms_norm, rope_kv_write, silu_mul
-from batchrun.ops.fixed_ops import linear
-
-__all__ = ["add_rms_norm", "attention", "linear", "rms_norm", "rope_kv_write", "silu_mul"]

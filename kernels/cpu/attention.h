@@ -1,0 +1,533 @@
+// Paged causal attention of ragged queries.
+//
+// A *line* is one query head of one query token: the unit whose bits are promised. The lines of one sequence that share
+// a KV head (its query heads x the sequence's query tokens, token-major) are worked in groups of up to LINES, so that
+// each key and value is fetched and unpacked once for all of them. Keys come in tiles of TILE; SPLIT keys make a
+// softmax of their own, and the splits of a line are merged in ascending order, by however many threads computed.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <type_traits>
+#include <vector>
+
+#include "calls.h"
+#include "vectors.h"
+
+namespace {
+
+constexpr int TILE = 64, SPLIT = 512, LINES = 96, BLOCKED_LINES = 6, MAX_HEAD_DIM = 256;
+static_assert(SPLIT % TILE == 0 && TILE % W == 0 && LINES % BLOCKED_LINES == 0, "");
+
+// Vectors to keep in registers per line when `lines` lines are blocked together: a power of two.
+constexpr int vectors_for(int lines) {
+    int fit = (REGISTERS - 4) / lines;
+    return std::min(fit >= 8 ? 8 : fit >= 4 ? 4 : fit >= 2 ? 2 : 1, TILE / W);
+}
+
+struct Attention {
+    const int32_t *cu_q, *kv_len, *block_table;
+    int64_t tokens, n_blocks;
+    int rows, table_width, q_heads, kv_heads, head_dim, block_size, window, threads;  // window 0: none
+    float scale, softcap;                                                             // softcap 0: none
+
+    int group() const { return q_heads / kv_heads; }
+    int padded_dim() const { return round_up(head_dim, W); }
+    int first_key(int position) const { return window ? std::max(0, position - window + 1) : 0; }
+};
+
+// Up to LINES lines of one sequence and KV head.
+struct Lines {
+    int row, kv_head, first, count;
+    int key_begin, key_end;  // the keys that any of them attends to
+
+    int split_begin() const { return key_begin / SPLIT; }
+    int split_end() const { return (key_end + SPLIT - 1) / SPLIT; }
+    // Where the first tile of a split starts.
+    int first_key(int split) const { return std::max(split * SPLIT, key_begin / TILE * TILE); }
+
+    int position(const Attention& a, int line) const {
+        return a.kv_len[row] - (a.cu_q[row + 1] - a.cu_q[row]) + (first + line) / a.group();
+    }
+    // Where the line's vector lies in a [tokens, q_heads, head_dim] tensor.
+    int64_t offset(const Attention& a, int line) const {
+        int token = a.cu_q[row] + (first + line) / a.group(), head = kv_head * a.group() + (first + line) % a.group();
+        return (int64_t(token) * a.q_heads + head) * a.head_dim;
+    }
+};
+
+// Softmax state of some lines over some keys: running maximum, sum of exponentials, sum of values. sum 0: no key yet.
+struct Partial {
+    float *maximum, *sum, *values;
+
+    static size_t size(const Attention& a, int count) { return count * (2 + size_t(a.padded_dim())); }
+    Partial(float* memory, int count) : maximum(memory), sum(memory + count), values(memory + 2 * count) {}
+
+    void clear(const Attention& a, int count) {
+        std::fill_n(maximum, count, -INF);
+        std::fill_n(sum, count, 0.0f);
+        std::fill_n(values, size_t(count) * a.padded_dim(), 0.0f);
+    }
+};
+
+// The keys [begin, end) of a tile that a line attends to, relative to the tile.
+struct Range {
+    int begin, end;
+};
+
+// Addresses of a tile's keys and values. Those outside of [begin, end) read as zeros and are in no line's range.
+struct Tile {
+    const char *keys[TILE], *values[TILE];
+    int begin, end;
+};
+
+// Fetches a tile's memory one cache line at a time between the arithmetic on the tile before, so that neither waits.
+class Prefetch {
+    const char *const *row, *const *end;
+    int offset = 0, bytes;
+
+public:
+    Prefetch(const Tile* tile, int row_bytes)
+        : row(tile ? tile->keys : nullptr), end(tile ? tile->keys + 2 * TILE : nullptr), bytes(row_bytes) {}
+
+    void advance() {
+        if (row == end) return;
+        __builtin_prefetch(*row + offset);
+        if ((offset += 64) >= bytes) {
+            offset = 0;
+            ++row;
+        }
+    }
+};
+static_assert(offsetof(Tile, values) == sizeof(Tile::keys), "Prefetch walks from the keys into the values");
+
+// One thread's working memory; `ranges` and `value_rows` belong to the current tile.
+struct Scratch {
+    float* queries;  // [LINES, head_dim]
+    float* keys;     // [TILE / W, head_dim, W]: transposed
+    float* values;   // [TILE, padded_dim]
+    float* scores;   // [LINES, TILE]: then probabilities
+    Partial split, total;
+    Range ranges[LINES];
+    const char* value_rows[TILE];  // into `values`
+
+    static size_t size(const Attention& a) {
+        return size_t(LINES) * round_up(a.head_dim, 16) + size_t(TILE) * (a.head_dim + a.padded_dim() + LINES) +
+               2 * Partial::size(a, LINES);
+    }
+    Scratch(const Attention& a, float* memory)
+        : queries(memory),
+          keys(queries + LINES * round_up(a.head_dim, 16)),
+          values(keys + TILE * a.head_dim),
+          scores(values + TILE * a.padded_dim()),
+          split(scores + LINES * TILE, LINES),
+          total(split.values + LINES * a.padded_dim(), LINES) {
+        for (int i = 0; i < TILE; ++i) value_rows[i] = reinterpret_cast<const char*>(values + i * a.padded_dim());
+    }
+};
+
+alignas(64) const char ZEROS[MAX_HEAD_DIM * sizeof(float)] = {};
+
+template <class C>
+struct Cache {
+    const C *keys, *values;
+};
+
+template <class C>
+void locate(const Attention& a, Cache<C> cache, const Lines& lines, int first_key, Tile& out) {
+    out.begin = std::max(lines.key_begin - first_key, 0);
+    out.end = std::min(lines.key_end - first_key, TILE);
+    std::fill_n(out.keys, TILE, ZEROS);
+    std::fill_n(out.values, TILE, ZEROS);
+    const int32_t* table = a.block_table + int64_t(lines.row) * a.table_width;
+    int block = (first_key + out.begin) / a.block_size, offset = (first_key + out.begin) % a.block_size;
+    for (int i = out.begin; i < out.end; ++block, offset = 0) {
+        int64_t line = (int64_t(table[block]) * a.kv_heads + lines.kv_head) * a.block_size + offset;
+        for (; offset < a.block_size && i < out.end; ++offset, ++i, ++line) {
+            out.keys[i] = reinterpret_cast<const char*>(cache.keys + line * a.head_dim);
+            out.values[i] = reinterpret_cast<const char*>(cache.values + line * a.head_dim);
+        }
+    }
+}
+
+inline void unpack_words(const vec words[4], float* out, const float*) {
+    for (int j = 0; j < 4; ++j) store(out + j * W, words[j]);
+}
+
+// A 32-bit word holds two neighbouring bf16, the first in the low half.
+inline void unpack_words(const vec words[4], float* out, const bf16*) {
+    for (int j = 0; j < 4; ++j) {
+        uvec pair = bit_cast<uvec>(words[j]);
+        store(out + 2 * j * W, bit_cast<vec>(pair << 16));
+        store(out + (2 * j + 1) * W, bit_cast<vec>(pair & 0xffff0000u));
+    }
+}
+
+template <class C>
+void unpack_keys(const Attention& a, const Tile& tile, float* out, Prefetch& ahead) {
+    int bytes = a.head_dim * sizeof(C);
+    for (int group = tile.begin / W; group * W < tile.end; ++group) {
+        float* to = out + size_t(group) * a.head_dim * W;
+        for (int offset = 0; offset < bytes; offset += 16, to += 16 / sizeof(C) * W) {
+            vec words[4];
+            ahead.advance();
+            transpose(tile.keys + group * W, offset, words);
+            unpack_words(words, to, static_cast<const C*>(nullptr));
+        }
+    }
+}
+
+template <class C>
+void unpack_values(const Attention& a, const Tile& tile, float* out, Prefetch& ahead) {
+    for (int key = tile.begin; key < tile.end; ++key) {
+        const C* from = reinterpret_cast<const C*>(tile.values[key]);
+        float* to = out + size_t(key) * a.padded_dim();
+        ahead.advance();
+        int i = 0;
+        for (; i + W <= a.head_dim; i += W) store(to + i, load(from + i));
+        if (i < a.head_dim) store(to + i, load_some(from + i, a.head_dim - i));
+    }
+}
+
+// scores[r][key] = query r . key, for R lines and the key groups [begin, end) of a tile (W keys each).
+template <int R>
+void score(const float* queries, const float* keys, int dim, int begin, int end, float* scores, Prefetch& ahead) {
+    constexpr int N = vectors_for(R);
+    for (int group = begin / N * N; group < end; group += N) {
+        const float* k = keys + size_t(group) * dim * W;
+        vec dot[R][N] = {};
+        for (int d = 0; d < dim; ++d) {
+            vec key[N];
+            ahead.advance();
+#pragma GCC unroll 8
+            for (int n = 0; n < N; ++n) key[n] = load(k + (size_t(n) * dim + d) * W);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+                vec query = splat(queries[r * dim + d]);
+#pragma GCC unroll 8
+                for (int n = 0; n < N; ++n) dot[r][n] = fma(query, key[n], dot[r][n]);
+            }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+            for (int n = 0; n < N; ++n) store(scores + r * TILE + (group + n) * W, dot[r][n]);
+    }
+}
+
+// sums[r] += probabilities[r][key] * value[key] over a range of keys, for R lines and N vectors from `column` on.
+template <int R, int N, class V>
+inline void add_columns(const float* probabilities, const char* const* values, int column, int stride, Range keys,
+                        float* sums, Prefetch& ahead) {
+    vec total[R][N];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int n = 0; n < N; ++n) total[r][n] = load(sums + r * stride + column + n * W);
+    for (int key = keys.begin; key < keys.end; ++key) {
+        const V* row = reinterpret_cast<const V*>(values[key]) + column;
+        vec value[N];
+        ahead.advance();
+#pragma GCC unroll 8
+        for (int n = 0; n < N; ++n) value[n] = load(row + n * W);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+            vec p = splat(probabilities[r * TILE + key]);
+#pragma GCC unroll 8
+            for (int n = 0; n < N; ++n) total[r][n] = fma(p, value[n], total[r][n]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int n = 0; n < N; ++n) store(sums + r * stride + column + n * W, total[r][n]);
+}
+
+template <int R, class V>
+void add_values(const float* probabilities, const char* const* values, int stride, Range keys, float* sums,
+                Prefetch& ahead) {
+    if (keys.begin >= keys.end) return;
+    constexpr int N = vectors_for(R);
+    int column = 0;
+    for (; column + N * W <= stride; column += N * W)
+        add_columns<R, N, V>(probabilities, values, column, stride, keys, sums, ahead);
+    for (; column < stride; column += W) add_columns<R, 1, V>(probabilities, values, column, stride, keys, sums, ahead);
+}
+
+// Turns one line's scores into probabilities relative to its running maximum, and moves its state to that maximum.
+void soften(const Attention& a, float* scores, Range keys, Partial& state, int line) {
+    ivec lane;
+    for (int i = 0; i < W; ++i) lane[i] = i;
+    int first = keys.begin / W * W;
+    vec best = splat(-INF);
+    for (int i = first; i < keys.end; i += W) {
+        vec x = load(scores + i) * a.scale;
+        if (a.softcap != 0) x = a.softcap * tanh(x / a.softcap);
+        ivec key = lane + i;
+        x = ((key >= keys.begin) & (key < keys.end)) ? x : splat(-INF);
+        store(scores + i, x);
+        best = max(x, best);
+    }
+    float maximum = std::max(state.maximum[line], largest(best));
+    float base = maximum == -INF ? 0.0f : maximum;  // all scores -inf: probabilities of 0, not NaN
+    vec total{};
+    for (int i = first; i < keys.end; i += W) {
+        vec p = exp(load(scores + i) - base);
+        store(scores + i, p);
+        total += p;
+    }
+    float decay = exp(state.maximum[line] - base);
+    if (decay != 1.0f) {
+        float* values = state.values + size_t(line) * a.padded_dim();
+        for (int d = 0; d < a.padded_dim(); d += W) store(values + d, load(values + d) * decay);
+    }
+    state.sum[line] = state.sum[line] * decay + sum(total);
+    state.maximum[line] = maximum;
+}
+
+// Lines [line, line + R) against one tile. Where their causal or window edges differ, the keys that all of them see are
+// added together and the rest line by line: a key outside of a line's range never touches its state.
+template <int R, class V>
+void attend(const Attention& a, const Scratch& s, const char* const* rows, Partial& state, int line, Prefetch& ahead) {
+    int dim = a.head_dim, padded = a.padded_dim();
+    const Range* ranges = s.ranges + line;
+    float* scores = s.scores + line * TILE;
+    float* values = state.values + size_t(line) * padded;
+    Range any{TILE, 0}, all{0, TILE};
+    for (int r = 0; r < R; ++r) {
+        Range own = ranges[r];
+        if (own.begin < own.end) any = {std::min(any.begin, own.begin), std::max(any.end, own.end)};
+        all = {std::max(all.begin, own.begin), std::min(all.end, own.end)};
+    }
+    if (any.begin >= any.end) return;
+    if (all.begin >= all.end) all = {TILE, TILE};
+    score<R>(s.queries + line * dim, s.keys, dim, any.begin / W, (any.end + W - 1) / W, scores, ahead);
+    for (int r = 0; r < R; ++r)
+        if (ranges[r].begin < ranges[r].end) soften(a, scores + r * TILE, ranges[r], state, line + r);
+    for (int r = 0; r < R; ++r) {
+        Range before{ranges[r].begin, std::min(all.begin, ranges[r].end)};
+        add_values<1, V>(scores + r * TILE, rows, padded, before, values + r * padded, ahead);
+    }
+    add_values<R, V>(scores, rows, padded, all, values, ahead);
+    for (int r = 0; r < R; ++r) {
+        Range after{all.end, ranges[r].end};
+        add_values<1, V>(scores + r * TILE, rows, padded, after, values + r * padded, ahead);
+    }
+}
+
+// All lines against one tile, whose values lie at `rows` as V.
+template <class V>
+void attend_all(const Attention& a, const Scratch& s, const char* const* rows, Partial& state, int count,
+                Prefetch& ahead) {
+    int line = 0;
+    for (; line + BLOCKED_LINES <= count; line += BLOCKED_LINES)
+        attend<BLOCKED_LINES, V>(a, s, rows, state, line, ahead);
+    static_assert(BLOCKED_LINES == 6, "the cases below are the remainders");
+    switch (count - line) {
+        case 5: return attend<5, V>(a, s, rows, state, line, ahead);
+        case 4: return attend<4, V>(a, s, rows, state, line, ahead);
+        case 3: return attend<3, V>(a, s, rows, state, line, ahead);
+        case 2: return attend<2, V>(a, s, rows, state, line, ahead);
+        case 1: return attend<1, V>(a, s, rows, state, line, ahead);
+    }
+}
+
+// One tile, starting at `first_key`, while `next` is fetched.
+template <class C>
+void attend_tile(const Attention& a, const Lines& lines, int first_key, const Tile& tile, const Tile* next, Scratch& s,
+                 Partial& state) {
+    for (int i = 0; i < lines.count; ++i) {
+        int position = lines.position(a, i);
+        s.ranges[i] = {std::max(a.first_key(position) - first_key, 0), std::min(position + 1 - first_key, TILE)};
+    }
+    Prefetch ahead(next, a.head_dim * sizeof(C));
+    unpack_keys<C>(a, tile, s.keys, ahead);
+    // Values are read where they lie, unless they end within a vector or many lines would convert them again and again.
+    if (a.head_dim % W == 0 && (std::is_same<C, float>::value || lines.count <= BLOCKED_LINES))
+        return attend_all<C>(a, s, tile.values, state, lines.count, ahead);
+    unpack_values<C>(a, tile, s.values, ahead);
+    attend_all<float>(a, s, s.value_rows, state, lines.count, ahead);
+}
+
+// A tile of some lines; none: no lines.
+struct Place {
+    const Lines* lines;
+    int first_key;
+};
+
+// The softmax state of `lines` over one split's keys, from nothing, while the tile at `after` is fetched at the end.
+template <class C>
+void attend_split(const Attention& a, Cache<C> cache, const Lines& lines, int split, Place after, Scratch& s,
+                  Partial& state) {
+    state.clear(a, lines.count);
+    int first_key = lines.first_key(split), end = std::min((split + 1) * SPLIT, lines.key_end);
+    Tile tiles[2];
+    locate(a, cache, lines, first_key, tiles[0]);
+    for (int turn = 0; first_key < end; first_key += TILE, turn ^= 1) {
+        Place next = first_key + TILE < end ? Place{&lines, first_key + TILE} : after;
+        if (next.lines) locate(a, cache, *next.lines, next.first_key, tiles[turn ^ 1]);
+        attend_tile<C>(a, lines, first_key, tiles[turn], next.lines ? &tiles[turn ^ 1] : nullptr, s, state);
+    }
+}
+
+void merge(const Attention& a, const Partial& from, Partial& into, int count) {
+    int padded = a.padded_dim();
+    for (int i = 0; i < count; ++i) {
+        if (from.sum[i] == 0) continue;
+        const float* added = from.values + size_t(i) * padded;
+        float* values = into.values + size_t(i) * padded;
+        if (into.sum[i] == 0) {
+            into.maximum[i] = from.maximum[i];
+            into.sum[i] = from.sum[i];
+            std::copy_n(added, padded, values);
+            continue;
+        }
+        float maximum = std::max(into.maximum[i], from.maximum[i]);
+        float keep = exp(into.maximum[i] - maximum), take = exp(from.maximum[i] - maximum);
+        for (int d = 0; d < padded; d += W)
+            store(values + d, fma(load(added + d), splat(take), load(values + d) * keep));
+        into.sum[i] = into.sum[i] * keep + from.sum[i] * take;
+        into.maximum[i] = maximum;
+    }
+}
+
+template <class Q>
+void load_queries(const Attention& a, const Lines& lines, const Q* q, float* out) {
+    for (int i = 0; i < lines.count; ++i)
+        for_each_vec(a.head_dim, [&, from = q + lines.offset(a, i), to = out + i * a.head_dim](
+                                     int d, auto get, auto put) { put(to + d, get(from + d)); });
+}
+
+template <class Q>
+void store_result(const Attention& a, const Lines& lines, const Partial& state, Q* out) {
+    for (int i = 0; i < lines.count; ++i)
+        for_each_vec(a.head_dim, [&, from = state.values + size_t(i) * a.padded_dim(), to = out + lines.offset(a, i)](
+                                     int d, auto get, auto put) { put(to + d, get(from + d) / state.sum[i]); });
+}
+
+// What one thread does at a time: all splits of some lines, or a single one of them that is kept in `partial`.
+struct Work {
+    const Lines* lines;
+    int split_begin, split_end;
+    float* partial;
+    int64_t cost;
+};
+
+struct Plan {
+    std::vector<Lines> lines;
+    std::vector<Work> work;     // dearest first
+    std::vector<Work> divided;  // lines whose splits are separate works, with the partial of the first split
+    Floats partials;
+};
+
+std::vector<Lines> all_lines(const Attention& a) {
+    std::vector<Lines> result;
+    for (int row = 0; row < a.rows; ++row) {
+        int all = (a.cu_q[row + 1] - a.cu_q[row]) * a.group();
+        for (int head = 0; head < a.kv_heads; ++head)
+            for (int first = 0; first < all; first += LINES) {
+                Lines lines{row, head, first, std::min(LINES, all - first), 0, 0};
+                lines.key_begin = a.first_key(lines.position(a, 0));
+                lines.key_end = lines.position(a, lines.count - 1) + 1;
+                result.push_back(lines);
+            }
+    }
+    return result;
+}
+
+// Lines that would keep one thread busy while the others have nothing left are worked split by split.
+Plan make_plan(const Attention& a) {
+    constexpr int FETCH = 4;  // a key costs this many lines' worth of arithmetic before any line attends to it
+    Plan plan;
+    plan.lines = all_lines(a);
+    int64_t total = 0;
+    for (const Lines& lines : plan.lines) {
+        int64_t cost = int64_t(lines.key_end - lines.key_begin) * (lines.count + FETCH);
+        plan.work.push_back({&lines, lines.split_begin(), lines.split_end(), nullptr, cost});
+        total += cost;
+    }
+    auto whole = std::partition(plan.work.begin(), plan.work.end(), [&](const Work& w) {
+        return a.threads == 1 || w.cost <= total / (2 * a.threads) || w.split_end - w.split_begin == 1;
+    });
+    plan.divided.assign(whole, plan.work.end());
+    plan.work.erase(whole, plan.work.end());
+    size_t floats = 0;
+    for (const Work& w : plan.divided) floats += (w.split_end - w.split_begin) * Partial::size(a, w.lines->count);
+    plan.partials = make_floats(floats);
+    float* next = plan.partials.get();
+    for (Work& w : plan.divided) {
+        w.partial = next;
+        for (int i = w.split_begin; i < w.split_end; ++i, next += Partial::size(a, w.lines->count))
+            plan.work.push_back({w.lines, i, i + 1, next, w.cost / (w.split_end - w.split_begin)});
+    }
+    std::stable_sort(plan.work.begin(), plan.work.end(), [](const Work& x, const Work& y) { return x.cost > y.cost; });
+    return plan;
+}
+
+template <class Q, class C>
+void do_work(const Attention& a, const Work& work, const Work* next, const Q* q, Cache<C> cache, Q* out, Scratch& s) {
+    const Lines& lines = *work.lines;
+    load_queries(a, lines, q, s.queries);
+    s.total.clear(a, lines.count);
+    for (int split = work.split_begin; split < work.split_end; ++split) {
+        Place after = split + 1 < work.split_end ? Place{&lines, lines.first_key(split + 1)}
+                      : next                     ? Place{next->lines, next->lines->first_key(next->split_begin)}
+                                                 : Place{nullptr, 0};
+        Partial state = work.partial ? Partial(work.partial, lines.count) : s.split;
+        attend_split(a, cache, lines, split, after, s, state);
+        if (!work.partial) merge(a, state, s.total, lines.count);
+    }
+    if (!work.partial) store_result(a, lines, s.total, out);
+}
+
+template <class Q>
+void merge_divided(const Attention& a, const Work& work, Q* out, Scratch& s) {
+    const Lines& lines = *work.lines;
+    s.total.clear(a, lines.count);
+    for (int i = 0; i < work.split_end - work.split_begin; ++i)
+        merge(a, Partial(work.partial + i * Partial::size(a, lines.count), lines.count), s.total, lines.count);
+    store_result(a, lines, s.total, out);
+}
+
+template <class Q, class C>
+void attention(const Attention& a, const Q* q, Cache<C> cache, Q* out) {
+    Plan plan = make_plan(a);
+    size_t n = plan.work.size();
+    std::atomic<size_t> unclaimed{0};
+#pragma omp parallel num_threads(a.threads) if (n > 1)
+    {
+        Scratch scratch(a, scratch_floats(Scratch::size(a)));
+        // A thread claims its next work before it does the current one, whose end fetches the beginning of the next.
+        for (size_t current = unclaimed++, next; current < n; current = next) {
+            next = unclaimed++;
+            do_work(a, plan.work[current], next < n ? &plan.work[next] : nullptr, q, cache, out, scratch);
+        }
+#pragma omp barrier
+#pragma omp for schedule(dynamic, 1)
+        for (size_t i = 0; i < plan.divided.size(); ++i) merge_divided(a, plan.divided[i], out, scratch);
+    }
+    int64_t done = int64_t(a.cu_q[a.rows]) * a.q_heads * a.head_dim;
+    std::memset(static_cast<void*>(out + done), 0, (a.tokens * a.q_heads * a.head_dim - done) * sizeof(Q));
+}
+
+const char* check_attention(const Attention& a) {
+    if (a.cu_q[0] != 0) return refuse("cu_q starts at %d, not at 0", a.cu_q[0]);
+    for (int row = 0; row < a.rows; ++row) {
+        int n = a.cu_q[row + 1] - a.cu_q[row], keys = a.kv_len[row];
+        if (n < 0 || a.cu_q[row + 1] > a.tokens)
+            return refuse("cu_q[%d] is %d after %d, with %lld query tokens", row + 1, a.cu_q[row + 1], a.cu_q[row],
+                          (long long)a.tokens);
+        if (n > keys || keys > int64_t(a.table_width) * a.block_size)
+            return refuse("row %d has kv_len %d, with %d query tokens and room for %lld in its block table", row, keys,
+                          n, (long long)a.table_width * a.block_size);
+        if (n == 0) continue;
+        const int32_t* table = a.block_table + int64_t(row) * a.table_width;
+        for (int i = a.first_key(keys - n) / a.block_size; i * a.block_size < keys; ++i)
+            if (table[i] < 0 || table[i] >= a.n_blocks)
+                return refuse("row %d has block %d at %d of its block table, outside of [0, %lld)", row, table[i], i,
+                              (long long)a.n_blocks);
+    }
+    return nullptr;
+}
+
+}  // namespace

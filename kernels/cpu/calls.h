@@ -1,0 +1,57 @@
+// What every kernel's call needs: how it refuses, its scratch memory, its element types.
+#pragma once
+
+#include <cstdarg>
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <memory>
+#include <new>
+
+#include "vectors.h"
+
+namespace {
+
+constexpr int THREADS_WORTH_IT = 16384;  // elements below which waking the other threads costs more than it saves
+
+// The message of a refused call, valid until the thread's next one. nullptr is success everywhere.
+__attribute__((format(printf, 1, 2))) const char* refuse(const char* format, ...) {
+    static thread_local char message[256];
+    va_list arguments;
+    va_start(arguments, format);
+    std::vsnprintf(message, sizeof message, format, arguments);
+    va_end(arguments);
+    return message;
+}
+
+struct AlignedFree {
+    void operator()(float* p) const { ::operator delete[](p, std::align_val_t(64)); }
+};
+using Floats = std::unique_ptr<float[], AlignedFree>;
+
+Floats make_floats(size_t n) { return Floats(static_cast<float*>(::operator new[](n * 4, std::align_val_t(64)))); }
+
+// n floats of the calling thread's own, uninitialised and kept for the next call.
+float* scratch_floats(size_t n) {
+    static thread_local Floats memory;
+    static thread_local size_t size = 0;
+    if (size < n) {
+        memory.reset();
+        memory = make_floats(n);
+        size = n;
+    }
+    return memory.get();
+}
+
+constexpr int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+// Calls body(pointer to T) with the type that `is_bf16` names.
+template <class Body>
+void with_type(bool is_bf16, Body body) {
+    if (is_bf16)
+        body(static_cast<bf16*>(nullptr));
+    else
+        body(static_cast<float*>(nullptr));
+}
+
+}  // namespace

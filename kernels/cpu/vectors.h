@@ -1,0 +1,194 @@
+// Vectors: W floats of the machine's own width. Arithmetic and comparisons are the compiler's vector extension.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int W = 16, REGISTERS = 32;
+#elif defined(__AVX2__) && defined(__FMA__)
+constexpr int W = 8, REGISTERS = 16;
+#elif defined(__aarch64__)
+constexpr int W = 4, REGISTERS = 32;
+#else
+constexpr int W = 4, REGISTERS = 16;
+#endif
+
+typedef float vec __attribute__((vector_size(W * 4)));
+typedef int32_t ivec __attribute__((vector_size(W * 4)));
+typedef uint32_t uvec __attribute__((vector_size(W * 4)));
+typedef uint16_t hvec __attribute__((vector_size(W * 2)));
+
+constexpr float INF = std::numeric_limits<float>::infinity();
+
+struct bf16 {
+    uint16_t bits;
+};
+
+template <class To, class From>
+inline To bit_cast(const From& from) {
+    static_assert(sizeof(To) == sizeof(From), "");
+    To to;
+    std::memcpy(&to, &from, sizeof to);
+    return to;
+}
+
+inline vec splat(float x) { return x - vec{}; }
+
+inline vec load(const float* p) {
+    vec x;
+    std::memcpy(&x, p, sizeof x);
+    return x;
+}
+
+inline vec load(const bf16* p) {
+    hvec x;
+    std::memcpy(&x, p, sizeof x);
+    return bit_cast<vec>(__builtin_convertvector(x, uvec) << 16);
+}
+
+inline void store(float* p, vec x) { std::memcpy(p, &x, sizeof x); }
+
+// Rounds to nearest even; a NaN stays one.
+inline void store(bf16* p, vec x) {
+    uvec u = bit_cast<uvec>(x);
+    uvec rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+    uvec bits = x == x ? rounded : (u >> 16 | 0x40);
+    hvec half = __builtin_convertvector(bits, hvec);
+    std::memcpy(p, &half, sizeof half);
+}
+
+// The first n < W elements; what lies beyond reads as zero and is not written.
+template <class T>
+inline vec load_some(const T* p, int n) {
+    T some[W] = {};
+    std::memcpy(some, p, n * sizeof(T));
+    return load(some);
+}
+
+template <class T>
+inline void store_some(T* p, vec x, int n) {
+    T some[W];
+    store(some, x);
+    std::memcpy(p, some, n * sizeof(T));
+}
+
+// Calls body(i, loader, storer) for each run of W elements of a row of n, the last one cut short.
+template <class Body>
+inline void for_each_vec(int n, Body body) {
+    int i = 0;
+    for (; i + W <= n; i += W) body(i, [](auto* p) { return load(p); }, [](auto* p, vec x) { store(p, x); });
+    if (int rest = n - i)
+        body(i, [=](auto* p) { return load_some(p, rest); }, [=](auto* p, vec x) { store_some(p, x, rest); });
+}
+
+inline vec fma(vec a, vec b, vec c) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+    return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
+// Keeps `b` where either is NaN.
+inline vec max(vec a, vec b) { return a > b ? a : b; }
+
+// Halves the vector until one lane is left: the one order of every horizontal reduction.
+template <class Op>
+inline float reduce(vec x, Op op) {
+    float lane[W];
+    store(lane, x);
+    for (int n = W / 2; n > 0; n /= 2)
+        for (int i = 0; i < n; ++i) lane[i] = op(lane[i], lane[i + n]);
+    return lane[0];
+}
+
+inline float sum(vec x) {
+    return reduce(x, [](float a, float b) { return a + b; });
+}
+
+inline float largest(vec x) {
+    return reduce(x, [](float a, float b) { return a > b ? a : b; });
+}
+
+// e^x to 1 ulp in [-87.3, 88.3]; below exactly 0, above inf, NaN stays NaN. Cody-Waite reduction to |f| <= ln2 / 2 and
+// the polynomial of Cephes' expf.
+inline vec exp(vec x) {
+    constexpr float LOWEST = -87.33654f, HIGHEST = 88.72f, ROUND = 12582912.0f;  // 1.5 * 2^23: adding it rounds
+    vec c = x < LOWEST ? splat(LOWEST) : x;
+    c = c > HIGHEST ? splat(HIGHEST) : c;
+    vec shifted = fma(c, splat(1.44269504f), splat(ROUND));
+    vec n = shifted - ROUND;
+    vec f = fma(n, splat(-0.693359375f), c);
+    f = fma(n, splat(2.12194440e-4f), f);
+    vec p = splat(1.9875691500e-4f);
+    p = fma(p, f, splat(1.3981999507e-3f));
+    p = fma(p, f, splat(8.3334519073e-3f));
+    p = fma(p, f, splat(4.1665795894e-2f));
+    p = fma(p, f, splat(1.6666665459e-1f));
+    p = fma(p, f, splat(5.0000001201e-1f));
+    p = fma(p, f * f, f) + 1.0f;
+    vec power = bit_cast<vec>((bit_cast<ivec>(shifted) << 23) + (127 << 23));  // 2^n
+    return x < LOWEST ? vec{} : p * power;
+}
+
+inline float exp(float x) { return exp(splat(x))[0]; }
+
+// Absolute error about 1e-7, which is what a soft cap needs.
+inline vec tanh(vec x) { return 1.0f - 2.0f / (exp(2.0f * x) + 1.0f); }
+
+// Reads 16 bytes at `offset` of each of W rows and transposes: out[j] holds the j-th 32-bit word of every row in order.
+#if defined(__AVX512F__)
+inline __m512 quarter_rows(const char* const* rows, size_t offset) {
+    auto at = [=](int i) { return _mm_loadu_ps(reinterpret_cast<const float*>(rows[i] + offset)); };
+    __m512 x = _mm512_insertf32x4(_mm512_castps128_ps512(at(0)), at(4), 1);
+    return _mm512_insertf32x4(_mm512_insertf32x4(x, at(8), 2), at(12), 3);
+}
+inline void transpose(const char* const* rows, size_t offset, vec out[4]) {
+    __m512 a = quarter_rows(rows, offset), b = quarter_rows(rows + 1, offset);
+    __m512 c = quarter_rows(rows + 2, offset), d = quarter_rows(rows + 3, offset);
+    __m512 ab = _mm512_unpacklo_ps(a, b), cd = _mm512_unpacklo_ps(c, d);
+    __m512 ab_high = _mm512_unpackhi_ps(a, b), cd_high = _mm512_unpackhi_ps(c, d);
+    out[0] = (vec)_mm512_shuffle_ps(ab, cd, 0x44);
+    out[1] = (vec)_mm512_shuffle_ps(ab, cd, 0xee);
+    out[2] = (vec)_mm512_shuffle_ps(ab_high, cd_high, 0x44);
+    out[3] = (vec)_mm512_shuffle_ps(ab_high, cd_high, 0xee);
+}
+#elif defined(__AVX2__) && defined(__FMA__)
+inline __m256 half_rows(const char* const* rows, size_t offset) {
+    auto at = [=](int i) { return _mm_loadu_ps(reinterpret_cast<const float*>(rows[i] + offset)); };
+    return _mm256_insertf128_ps(_mm256_castps128_ps256(at(0)), at(4), 1);
+}
+inline void transpose(const char* const* rows, size_t offset, vec out[4]) {
+    __m256 a = half_rows(rows, offset), b = half_rows(rows + 1, offset);
+    __m256 c = half_rows(rows + 2, offset), d = half_rows(rows + 3, offset);
+    __m256 ab = _mm256_unpacklo_ps(a, b), cd = _mm256_unpacklo_ps(c, d);
+    __m256 ab_high = _mm256_unpackhi_ps(a, b), cd_high = _mm256_unpackhi_ps(c, d);
+    out[0] = (vec)_mm256_shuffle_ps(ab, cd, 0x44);
+    out[1] = (vec)_mm256_shuffle_ps(ab, cd, 0xee);
+    out[2] = (vec)_mm256_shuffle_ps(ab_high, cd_high, 0x44);
+    out[3] = (vec)_mm256_shuffle_ps(ab_high, cd_high, 0xee);
+}
+#else
+inline void transpose(const char* const* rows, size_t offset, vec out[4]) {
+    int32_t words[4][W];
+    for (int i = 0; i < W; ++i)
+        for (int j = 0; j < 4; ++j) std::memcpy(&words[j][i], rows[i] + offset + 4 * j, 4);
+    std::memcpy(out, words, sizeof words);
+}
+#endif
+
+}  // namespace
