@@ -12,9 +12,11 @@ def numerics(device: str, dtype: str, *, reproducible: bool) -> str:
         return "any"
     import torch
 
+    from batchrun.kernels import cpu
     from batchrun.ops import backend
 
     ops = backend(torch.device(device), getattr(torch, dtype), reproducible=True).__name__.rpartition(".")[2]
+    kernels = f" {cpu.version()}" if "native" in ops or "onednn" in ops else ""
     capability = torch.backends.cpu.get_cpu_capability()
     products = "native" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32"
-    return f"{ops} on {device} {capability}, bfloat16 products {products}, torch {torch.__version__}"
+    return f"{ops}{kernels} on {device} {capability}, bfloat16 products {products}, torch {torch.__version__}"

@@ -11,6 +11,7 @@ for an index outside of the cache or table, before anything is written.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 from ctypes import c_bool, c_char_p, c_float, c_int, c_int64, c_void_p
 from functools import cache
 from typing import Protocol
@@ -30,6 +31,7 @@ __all__ = [
     "rms_norm",
     "rope_kv_write",
     "silu_mul",
+    "version",
 ]
 
 MAX_HEAD_DIM = 256
@@ -92,6 +94,11 @@ class Panels:
 def available() -> bool:
     """Whether the kernels can run here; the first call compiles them (seconds) if the cache has none."""
     return build.library() is not None
+
+
+def version() -> str:
+    """Names what the kernels compute: equal where results are equal to the bit, on one kind of processor."""
+    return hashlib.blake2b(build.sources(), digest_size=6).hexdigest()
 
 
 def linear(x: Tensor, weight: Panels, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:

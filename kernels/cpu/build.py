@@ -1,4 +1,4 @@
-"""Compiles ``kernels.cpp`` and its headers on first use with the system's own C++ compiler and keeps the library in batchrun's cache.
+"""Compiles ``kernels.cpp`` on first use with the system's own C++ compiler and keeps the library in batchrun's cache.
 
 The cached file is named by a hash of everything its machine code depends on (source, flags, compiler, processor), so a
 home directory that is shared between unlike machines holds one library for each, and a new release builds its own.
@@ -59,13 +59,17 @@ def build() -> Path:
     """
     command = find_compiler()
     version = _run([*command, "--version"])
-    sources = [path.read_bytes() for path in (SOURCE, *HEADERS)]
-    parts = (*sources, repr((command, FLAGS)).encode(), version.encode(), describe_cpu().encode())
+    parts = (sources(), repr((command, FLAGS)).encode(), version.encode(), describe_cpu().encode())
     digest = hashlib.blake2b(b"\0".join(parts), digest_size=16).hexdigest()
     target = cache_dir() / f"kernels-{digest}.so"
     if not target.exists():
         _compile(command, target)
     return target
+
+
+def sources() -> bytes:
+    """All source text, which decides what the kernels compute."""
+    return b"\0".join(path.read_bytes() for path in (SOURCE, *HEADERS))
 
 
 def cache_dir() -> Path:
