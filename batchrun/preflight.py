@@ -108,10 +108,11 @@ def _with_field(message: str, field: str) -> str:
     return message if separator and own.partition(".")[0] in JobSpec.model_fields else f"{field}: {message}"
 
 
-def preflight(job: JobSpec) -> Preflight:
+def preflight(job: JobSpec, *, to_run: bool = False) -> Preflight:
     """Check ``job``. Raises JobError with a line for each fault, saying what is wrong and where.
 
-    What depends on something that is wrong is not looked at.
+    What depends on something that is wrong is not looked at. Only where the job is ``to_run`` here has the device that
+    it names to be here: a job for a GPU can be planned on a machine without one.
     """
     faults = _Faults(job)
     layout: Layout | None = None
@@ -133,7 +134,13 @@ def preflight(job: JobSpec) -> Preflight:
             warnings = _check_columns(job, source, columns, complete=source.is_typed(inputs))
             source.check_columns(inputs)
     with faults.about("engine.device"):
-        device = memory.resolve_device(job.engine.device)
+        try:
+            device = memory.resolve_device(job.engine.device)
+        except JobError as error:
+            if to_run:
+                raise
+            device = "cuda"  # the one that can be named and missing
+            warnings.append(str(error))
         memory.resolve_max_num_batched_tokens(job.engine, device)
     with faults.about("model.name_or_path"):
         model = resolve(job.model.name_or_path, job.model.revision, weights=False)

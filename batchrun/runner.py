@@ -61,7 +61,7 @@ def run_job(job: JobSpec, *, limit: int | None = None, overwrite: bool = False, 
     loaded, and StoppedError where another process works on the output.
     """
     started = time.monotonic()
-    ready = preflight(job)
+    ready = preflight(job, to_run=True)
     for warning in ready.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     configuration = job.configuration(

@@ -106,7 +106,7 @@ def test_all_faults_of_a_job_are_told_at_once_with_their_places(
         engine={"device": "cuda"},
         output={"path": str(tmp_path / "job.yaml" / "out"), "columns": {"text": "x"}},
     )
-    text = refused("validate", job, "--set", "input.where=[[txt, '=', a]]")
+    text = refused("submit", job, "--set", "input.where=[[txt, '=', a]]")
     lines = job.read_text().splitlines()
 
     def line(text: str) -> int:
@@ -121,6 +121,16 @@ def test_all_faults_of_a_job_are_told_at_once_with_their_places(
         "--set input.where",
     ]
     assert len(text.splitlines()) == 6
+
+
+def test_a_job_for_a_gpu_can_be_checked_where_there_is_none(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    arguments = [str(job), "--set", "engine.device=cuda"]
+    found = run("validate", *arguments)
+    assert found.exit_code == 0
+    assert "warning: --set engine.device: cuda cannot be used: " in found.output
+    assert run("plan", *arguments).exit_code == 0
+    assert "--set engine.device: cuda cannot be used: " in refused("submit", *arguments)
 
 
 def test_a_model_that_cannot_run_is_refused(tmp_path: Path, tiny_model: Path) -> None:
