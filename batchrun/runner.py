@@ -18,7 +18,7 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from batchrun.data.feed import Feed, FeedKilledError, Window
+from batchrun.data.feed import Feed, FeedError, Window
 from batchrun.data.rows import PartialRow, PreparedRow, RowResult, Split
 from batchrun.data.scope import splits_to_do
 from batchrun.data.sink import Output
@@ -185,7 +185,7 @@ class _Run:
             stack.callback(self._close_engine)
             try:
                 self._loop(feed, writer, progress)
-            except (FeedKilledError, JobError):
+            except (FeedError, JobError):
                 self._save(writer)
                 raise
 

@@ -21,6 +21,8 @@ from batchrun.errors import StoppedError
 from batchrun.job import InputSpec, PromptSpec, SamplingSpec
 from batchrun.model_files import ModelFiles
 
+GO_ON = "what is finished is kept, run the same command again to go on"
+
 _EXIT_SECONDS = 5.0
 _CHILD = """
 import signal, sys  # nothing slow yet: the parent says when to stop
@@ -32,8 +34,8 @@ serve(int(sys.argv[1]))
 """
 
 
-class FeedKilledError(StoppedError):
-    """The child was killed, or ran out of memory. Run again, the job may go on."""
+class FeedError(StoppedError):
+    """The child was killed, ran out of memory or can no longer read the input. Run again, the job may go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class Feed:
     """Prepares rows in a child process; a context manager, for one thread.
 
     The child holds at most two windows, this side none: a window crosses over when :meth:`poll` takes it. Any error of
-    the child is raised here: a BatchrunError as it was, its death by a signal as FeedKilledError, anything else as
+    the child is raised here: a BatchrunError as it was, its death by a signal as FeedError, anything else as
     RuntimeError.
     """
 
@@ -132,7 +134,7 @@ class Feed:
         if code >= 0:
             return RuntimeError(f"the process that prepares prompts died: exit code {code}")
         hint = " (out of memory?)" if code == -signal.SIGKILL else ""
-        return FeedKilledError(
+        return FeedError(
             f"the process that prepares prompts ({self.process_id}) was killed by {signal.Signals(-code).name}{hint}; "
-            "what is finished is kept, run the same command again to go on"
+            f"{GO_ON}"
         )

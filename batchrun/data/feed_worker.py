@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from queue import Queue, SimpleQueue
 
-from batchrun.data.feed import FeedKilledError, Window
+from batchrun.data.feed import GO_ON, FeedError, Window
 from batchrun.data.prompt import PromptBuilder, prefix_order
 from batchrun.data.rows import PreparedRow, Split
 from batchrun.data.source import Source
@@ -46,7 +46,9 @@ def serve(descriptor: int) -> None:
     except BatchrunError as error:
         outbox.put(error)
     except MemoryError:
-        outbox.put(FeedKilledError("the process that prepares prompts ran out of memory"))
+        outbox.put(FeedError(f"the process that prepares prompts ran out of memory; {GO_ON}"))
+    except OSError as error:
+        outbox.put(FeedError(f"the input can no longer be read: {error}; {GO_ON}"))
     except Exception:
         outbox.put(RuntimeError(f"the process that prepares prompts failed:\n{traceback.format_exc()}"))
     receiver.join()

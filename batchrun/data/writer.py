@@ -12,6 +12,7 @@ from batchrun.data.results import partials_table
 from batchrun.data.rows import PartialRow, RowResult, Split
 from batchrun.data.sink import Output
 from batchrun.data.source import Source
+from batchrun.errors import StoppedError
 
 
 class Writer:
@@ -56,7 +57,10 @@ class Writer:
         """Queue the commit of a split whose results were all given."""
 
         def write() -> None:
-            self._output.commit_split(split, self._source)
+            try:
+                self._output.commit_split(split, self._source)
+            except OSError as error:  # of the input, whose kept columns are read again
+                raise StoppedError(f"{split.file.key}: {error}; its results are kept, run it again to go on") from error
 
         self._submit(write)
 
