@@ -1,9 +1,11 @@
 // Paged causal attention of ragged queries.
 //
-// A *line* is one query head of one query token: the unit whose bits are promised. The lines of one sequence that share
-// a KV head (its query heads x the sequence's query tokens, token-major) are worked in groups of up to LINES, so that
-// each key and value is fetched and unpacked once for all of them. Keys come in tiles of TILE; SPLIT keys make a
-// softmax of their own, and the splits of a line are merged in ascending order, by however many threads computed.
+// A *line* is one query head of one query token: the unit whose bits are promised. Lines that share a KV head are
+// worked in groups of up to LINES, so that each key and value is fetched and unpacked once for all of them: the lines
+// of one row (its query heads x its query tokens, token-major), or those of neighbouring rows of one token each whose
+// block tables begin alike, which meet the tiles that they share together and then each row its own. Keys come in tiles
+// of TILE; SPLIT keys make a softmax of their own, and the splits of a line are merged in ascending order, by however
+// many threads computed. A line meets its tiles in the order of their keys, whoever meets them with it.
 #pragma once
 
 #include <algorithm>
@@ -36,10 +38,17 @@ struct Attention {
     int first_key(int position) const { return window ? std::max(0, position - window + 1) : 0; }
 };
 
-// Up to LINES lines of one sequence and KV head.
+// Lines [begin, end) of some Lines, which meet the tile at `first_key` of `row`'s keys.
+struct Visit {
+    int row, first_key, begin, end;
+};
+
+// Up to LINES lines of one KV head: of one row, or of `rows` neighbours with one query each that share their keys below
+// `shared`.
 struct Lines {
-    int row, kv_head, first, count;
+    int row, rows, kv_head, first, count;
     int key_begin, key_end;  // the keys that any of them attends to
+    int shared;              // a multiple of TILE; 0 where there is one row
 
     int split_begin() const { return key_begin / SPLIT; }
     int split_end() const { return (key_end + SPLIT - 1) / SPLIT; }
@@ -47,12 +56,42 @@ struct Lines {
     int first_key(int split) const { return std::max(split * SPLIT, key_begin / TILE * TILE); }
 
     int position(const Attention& a, int line) const {
+        if (rows > 1) return a.kv_len[row + line / a.group()] - 1;
         return a.kv_len[row] - (a.cu_q[row + 1] - a.cu_q[row]) + (first + line) / a.group();
     }
     // Where the line's vector lies in a [tokens, q_heads, head_dim] tensor.
     int64_t offset(const Attention& a, int line) const {
         int token = a.cu_q[row] + (first + line) / a.group(), head = kv_head * a.group() + (first + line) % a.group();
         return (int64_t(token) * a.q_heads + head) * a.head_dim;
+    }
+
+    // The end of the keys of a visit's tile that its lines may attend to.
+    int end_of(const Attention& a, const Visit& v) const {
+        if (rows == 1) return key_end;
+        return v.first_key < shared ? shared : a.kv_len[v.row];
+    }
+    Visit first_visit(const Attention& a, int split) const {
+        int key = first_key(split);
+        return rows == 1 || key < shared ? Visit{row, key, 0, count} : own_visit(a, split, row);
+    }
+    // Moves on to the next tile of a split; false: there is none.
+    bool advance(const Attention& a, int split, Visit& v) const {
+        bool together = v.first_key < shared;
+        v.first_key += TILE;
+        bool within = v.first_key < std::min((split + 1) * SPLIT, end_of(a, v));
+        if (within && (!together || v.first_key < shared)) return true;
+        if (rows == 1) return false;
+        v = own_visit(a, split, together ? row : v.row + 1);
+        return v.row < row + rows;
+    }
+
+private:
+    // The first tile of a split that belongs to one row alone, of `member` or a later row; none: a row past the last.
+    Visit own_visit(const Attention& a, int split, int member) const {
+        int key = std::max(first_key(split), shared), end = (split + 1) * SPLIT;
+        while (member < row + rows && (key >= end || key >= a.kv_len[member])) ++member;
+        int line = (member - row) * a.group();
+        return {member, key, line, line + a.group()};
     }
 };
 
@@ -134,12 +173,13 @@ struct Cache {
 };
 
 template <class C>
-void locate(const Attention& a, Cache<C> cache, const Lines& lines, int first_key, Tile& out) {
+void locate(const Attention& a, Cache<C> cache, const Lines& lines, const Visit& visit, Tile& out) {
+    int first_key = visit.first_key;
     out.begin = std::max(lines.key_begin - first_key, 0);
-    out.end = std::min(lines.key_end - first_key, TILE);
+    out.end = std::min(lines.end_of(a, visit) - first_key, TILE);
     std::fill_n(out.keys, TILE, ZEROS);
     std::fill_n(out.values, TILE, ZEROS);
-    const int32_t* table = a.block_table + int64_t(lines.row) * a.table_width;
+    const int32_t* table = a.block_table + int64_t(visit.row) * a.table_width;
     int block = (first_key + out.begin) / a.block_size, offset = (first_key + out.begin) % a.block_size;
     for (int i = out.begin; i < out.end; ++block, offset = 0) {
         int64_t line = (int64_t(table[block]) * a.kv_heads + lines.kv_head) * a.block_size + offset;
@@ -315,15 +355,15 @@ void attend(const Attention& a, const Scratch& s, const char* const* rows, Parti
     }
 }
 
-// All lines against one tile, whose values lie at `rows` as V.
+// A visit's lines against its tile, whose values lie at `rows` as V.
 template <class V>
-void attend_all(const Attention& a, const Scratch& s, const char* const* rows, Partial& state, int count,
+void attend_all(const Attention& a, const Scratch& s, const char* const* rows, Partial& state, const Visit& visit,
                 Prefetch& ahead) {
-    int line = 0;
-    for (; line + BLOCKED_LINES <= count; line += BLOCKED_LINES)
+    int line = visit.begin;
+    for (; line + BLOCKED_LINES <= visit.end; line += BLOCKED_LINES)
         attend<BLOCKED_LINES, V>(a, s, rows, state, line, ahead);
     static_assert(BLOCKED_LINES == 6, "the cases below are the remainders");
-    switch (count - line) {
+    switch (visit.end - line) {
         case 5: return attend<5, V>(a, s, rows, state, line, ahead);
         case 4: return attend<4, V>(a, s, rows, state, line, ahead);
         case 3: return attend<3, V>(a, s, rows, state, line, ahead);
@@ -332,41 +372,46 @@ void attend_all(const Attention& a, const Scratch& s, const char* const* rows, P
     }
 }
 
-// One tile, starting at `first_key`, while `next` is fetched.
+// One visit, while `next` is fetched.
 template <class C>
-void attend_tile(const Attention& a, const Lines& lines, int first_key, const Tile& tile, const Tile* next, Scratch& s,
-                 Partial& state) {
-    for (int i = 0; i < lines.count; ++i) {
+void attend_tile(const Attention& a, const Lines& lines, const Visit& visit, const Tile& tile, const Tile* next,
+                 Scratch& s, Partial& state) {
+    for (int i = visit.begin; i < visit.end; ++i) {
         int position = lines.position(a, i);
-        s.ranges[i] = {std::max(a.first_key(position) - first_key, 0), std::min(position + 1 - first_key, TILE)};
+        s.ranges[i] = {std::max(a.first_key(position) - visit.first_key, 0),
+                       std::min(position + 1 - visit.first_key, TILE)};
     }
     Prefetch ahead(next, a.head_dim * sizeof(C));
     unpack_keys<C>(a, tile, s.keys, ahead);
     // Values are read where they lie, unless they end within a vector or many lines would convert them again and again.
-    if (a.head_dim % W == 0 && (std::is_same<C, float>::value || lines.count <= BLOCKED_LINES))
-        return attend_all<C>(a, s, tile.values, state, lines.count, ahead);
+    if (a.head_dim % W == 0 && (std::is_same<C, float>::value || visit.end - visit.begin <= BLOCKED_LINES))
+        return attend_all<C>(a, s, tile.values, state, visit, ahead);
     unpack_values<C>(a, tile, s.values, ahead);
-    attend_all<float>(a, s, s.value_rows, state, lines.count, ahead);
+    attend_all<float>(a, s, s.value_rows, state, visit, ahead);
 }
 
-// A tile of some lines; none: no lines.
+// A split of some lines; none: no lines.
 struct Place {
     const Lines* lines;
-    int first_key;
+    int split;
 };
 
-// The softmax state of `lines` over one split's keys, from nothing, while the tile at `after` is fetched at the end.
+// The softmax state of `lines` over one split's keys, from nothing; the first tile of `after` is fetched at the end.
 template <class C>
 void attend_split(const Attention& a, Cache<C> cache, const Lines& lines, int split, Place after, Scratch& s,
                   Partial& state) {
     state.clear(a, lines.count);
-    int first_key = lines.first_key(split), end = std::min((split + 1) * SPLIT, lines.key_end);
+    Visit visit = lines.first_visit(a, split), next = visit;
     Tile tiles[2];
-    locate(a, cache, lines, first_key, tiles[0]);
-    for (int turn = 0; first_key < end; first_key += TILE, turn ^= 1) {
-        Place next = first_key + TILE < end ? Place{&lines, first_key + TILE} : after;
-        if (next.lines) locate(a, cache, *next.lines, next.first_key, tiles[turn ^ 1]);
-        attend_tile<C>(a, lines, first_key, tiles[turn], next.lines ? &tiles[turn ^ 1] : nullptr, s, state);
+    locate(a, cache, lines, visit, tiles[0]);
+    for (int turn = 0;; visit = next, turn ^= 1) {
+        bool more = lines.advance(a, split, next), fetch = more || after.lines;
+        if (more)
+            locate(a, cache, lines, next, tiles[turn ^ 1]);
+        else if (after.lines)
+            locate(a, cache, *after.lines, after.lines->first_visit(a, after.split), tiles[turn ^ 1]);
+        attend_tile<C>(a, lines, visit, tiles[turn], fetch ? &tiles[turn ^ 1] : nullptr, s, state);
+        if (!more) return;
     }
 }
 
@@ -420,31 +465,69 @@ struct Plan {
     Floats partials;
 };
 
+// Keys, a multiple of TILE, that two rows have in the same blocks.
+int shared_keys(const Attention& a, int one, int other) {
+    const int32_t* x = a.block_table + int64_t(one) * a.table_width;
+    const int32_t* y = a.block_table + int64_t(other) * a.table_width;
+    int blocks = std::min(a.kv_len[one], a.kv_len[other]) / a.block_size, same = 0;
+    while (same < blocks && x[same] == y[same]) ++same;
+    return same * a.block_size / TILE * TILE;
+}
+
+// How many rows from `row` on are worked together, and the keys that they share.
+struct Family {
+    int rows, shared;
+};
+
+// A row joins while it saves more keys than the others then have to fetch for themselves.
+Family family(const Attention& a, int row) {
+    auto single = [&](int r) { return r < a.rows && a.cu_q[r + 1] - a.cu_q[r] == 1; };
+    Family found{1, 0};
+    if (a.window || !single(row)) return found;
+    for (int next = row + 1; single(next) && (found.rows + 1) * a.group() <= LINES; ++next, ++found.rows) {
+        int shared = shared_keys(a, row, next), lost = found.rows == 1 ? 0 : found.shared - shared;
+        if (shared == 0 || shared <= lost * (found.rows - 1)) break;
+        found.shared = found.rows == 1 ? shared : std::min(found.shared, shared);
+    }
+    return found;
+}
+
 std::vector<Lines> all_lines(const Attention& a) {
     std::vector<Lines> result;
-    for (int row = 0; row < a.rows; ++row) {
-        int all = (a.cu_q[row + 1] - a.cu_q[row]) * a.group();
+    for (int row = 0, rows; row < a.rows; row += rows) {
+        Family found = family(a, row);
+        rows = found.rows;
+        int all = (a.cu_q[row + rows] - a.cu_q[row]) * a.group();
         for (int head = 0; head < a.kv_heads; ++head)
             for (int first = 0; first < all; first += LINES) {
-                Lines lines{row, head, first, std::min(LINES, all - first), 0, 0};
+                Lines lines{row, rows, head, first, std::min(LINES, all - first), 0, 0, found.shared};
                 lines.key_begin = a.first_key(lines.position(a, 0));
-                lines.key_end = lines.position(a, lines.count - 1) + 1;
+                for (int i = 0; i < lines.count; ++i)
+                    lines.key_end = std::max(lines.key_end, lines.position(a, i) + 1);
                 result.push_back(lines);
             }
     }
     return result;
 }
 
+// What some lines take, in units of one line meeting one key.
+int64_t cost(const Attention& a, const Lines& lines) {
+    constexpr int FETCH = 4;  // units that a key costs before any line meets it
+    if (lines.rows == 1) return int64_t(lines.key_end - lines.key_begin) * (lines.count + FETCH);
+    int64_t total = int64_t(lines.shared) * (lines.count + FETCH);
+    for (int row = lines.row; row < lines.row + lines.rows; ++row)
+        total += int64_t(a.kv_len[row] - lines.shared) * (a.group() + FETCH);
+    return total;
+}
+
 // Lines that would keep one thread busy while the others have nothing left are worked split by split.
 Plan make_plan(const Attention& a) {
-    constexpr int FETCH = 4;  // a key costs this many lines' worth of arithmetic before any line attends to it
     Plan plan;
     plan.lines = all_lines(a);
     int64_t total = 0;
     for (const Lines& lines : plan.lines) {
-        int64_t cost = int64_t(lines.key_end - lines.key_begin) * (lines.count + FETCH);
-        plan.work.push_back({&lines, lines.split_begin(), lines.split_end(), nullptr, cost});
-        total += cost;
+        plan.work.push_back({&lines, lines.split_begin(), lines.split_end(), nullptr, cost(a, lines)});
+        total += plan.work.back().cost;
     }
     auto whole = std::partition(plan.work.begin(), plan.work.end(), [&](const Work& w) {
         return a.threads == 1 || w.cost <= total / (2 * a.threads) || w.split_end - w.split_begin == 1;
@@ -470,8 +553,8 @@ void do_work(const Attention& a, const Work& work, const Work* next, const Q* q,
     load_queries(a, lines, q, s.queries);
     s.total.clear(a, lines.count);
     for (int split = work.split_begin; split < work.split_end; ++split) {
-        Place after = split + 1 < work.split_end ? Place{&lines, lines.first_key(split + 1)}
-                      : next                     ? Place{next->lines, next->lines->first_key(next->split_begin)}
+        Place after = split + 1 < work.split_end ? Place{&lines, split + 1}
+                      : next                     ? Place{next->lines, next->split_begin}
                                                  : Place{nullptr, 0};
         Partial state = work.partial ? Partial(work.partial, lines.count) : s.split;
         attend_split(a, cache, lines, split, after, s, state);

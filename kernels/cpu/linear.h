@@ -1,9 +1,9 @@
 // Matrix products of packed activations with a packed weight.
 //
-// A weight [n, k] is stored in *panels* of COLUMNS output columns, [n / COLUMNS, k, COLUMNS], padded with zeros; what is
-// multiplied at once is ROWS rows of activations with one panel, its ROWS * COLUMNS sums staying in registers. Every
-// output is one chain of fused multiply-adds over k in ascending order, whatever the number of rows: blocks of DEPTH
-// only decide when the sums are set aside. (Goto and van de Geijn 2008.)
+// A weight [n, k] is stored in *panels* of COLUMNS output columns, [n / COLUMNS, k, COLUMNS], padded with zeros; what
+// is multiplied at once is ROWS rows of activations with one panel, their ROWS * COLUMNS sums staying in registers.
+// Every output is one chain of fused multiply-adds over k in ascending order, whatever the number of rows: blocks of
+// DEPTH only decide when the sums are set aside. (Goto and van de Geijn 2008.)
 #pragma once
 
 #include <algorithm>

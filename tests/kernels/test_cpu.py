@@ -82,7 +82,11 @@ def make_sequence(n: int, q_heads: int, kv_heads: int, dim: int, dtype: torch.dt
 def paged(
     rows: list[tuple[Sequence, int, int]], block_size: int, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Batch]:
-    """Queries [start, end) of each sequence as a batch over shuffled blocks; what no token owns is NaN."""
+    """Queries [start, end) of each sequence as a batch over shuffled blocks; what no token owns is NaN.
+
+    Full blocks of sequences that begin alike are the same.
+    """
+    known: dict[bytes, int] = {}
     blocks = [-(-end // block_size) for _, _, end in rows]
     kv_heads, dim = rows[0][0].k.shape[1:]
     order = (torch.randperm(sum(blocks), generator=torch.Generator().manual_seed(seed)) + 1).tolist()
@@ -91,13 +95,22 @@ def paged(
     table = torch.zeros(len(rows), max(blocks) + 1, dtype=torch.int32)
     for i, (sequence, _, end) in enumerate(rows):
         for j in range(blocks[i]):
-            table[i, j] = block = order.pop()
             kept = slice(j * block_size, min((j + 1) * block_size, end))
+            prefix = sequence.k[: kept.stop].contiguous().view(torch.uint8).numpy().tobytes()
+            block = known.get(prefix, 0) or order.pop()
+            if kept.stop - kept.start == block_size:
+                known[prefix] = block
+            table[i, j] = block
             k_cache[block, :, : kept.stop - kept.start] = sequence.k[kept].transpose(0, 1)
             v_cache[block, :, : kept.stop - kept.start] = sequence.v[kept].transpose(0, 1)
     lengths = torch.tensor([0] + [end - start for _, start, end in rows])
     batch = Batch(lengths.cumsum(0).int(), torch.tensor([end for _, _, end in rows], dtype=torch.int32), table)
     return torch.cat([s.q[start:end] for s, start, end in rows]), k_cache, v_cache, batch
+
+
+def after(stem: Sequence, own: Sequence) -> Sequence:
+    """A sequence that begins with all of ``stem``."""
+    return Sequence(*(torch.cat([getattr(stem, name), getattr(own, name)]) for name in ("q", "k", "v")))
 
 
 def run(rows: list[Row], block_size: int = 16, seed: int = 0, **options: Unpack[Options]) -> Tensor:
@@ -156,6 +169,36 @@ def test_attention_bits_do_not_depend_on_the_batch(case: Case) -> None:
         assert torch.equal(run([row], 128 - case.block_size, **case.options), expected)
     backwards = torch.split(run(case.rows[::-1], case.block_size, seed=5, **case.options), case.lengths[::-1])
     assert all(torch.equal(a, b) for a, b in zip(together, backwards[::-1], strict=True))
+
+
+@st.composite
+def decoding_families(draw: st.DrawFn) -> Case:
+    """Rows of one query each (and a few of more), in groups that begin alike, some of them for longer than others."""
+    kv_heads, group = draw(st.sampled_from([(1, 1), (3, 3), (2, 8), (1, 40)]))
+    dim, dtype = draw(st.sampled_from([8, 64, 72])), draw(st.sampled_from(DTYPES))
+    make = partial(make_sequence, q_heads=kv_heads * group, kv_heads=kv_heads, dim=dim, dtype=dtype)
+    stem_length = st.sampled_from([1, 63, 64, 65, 130, 448, 511, 512, 513, 700])
+    rows: list[Row] = []
+    for stem in range(draw(st.integers(1, 3))):
+        begin = make(draw(stem_length), seed=100 + stem)
+        for seed in range(draw(st.integers(1, 40 // group + 2))):
+            if draw(st.integers(0, 5)) == 0:
+                begin = after(begin, make(draw(st.sampled_from([16, 64, 200])), seed=200 + seed))
+            sequence = after(begin, make(draw(st.integers(1, 70)), seed=len(rows)))
+            end = len(sequence.q)
+            rows.append((sequence, end - min(end, draw(st.sampled_from([1, 1, 1, 1, 1, 1, 3]))), end))
+    return Case(rows, draw(st.sampled_from([8, 16, 32, 64])), {"window": draw(st.sampled_from([None, None, 64]))})
+
+
+@needs_kernels
+@given(decoding_families())
+@settings(quick, max_examples=40)
+def test_rows_that_begin_alike_keep_their_bits_and_equal_float64(case: Case) -> None:
+    together = torch.split(run(case.rows, case.block_size, **case.options), case.lengths)
+    for row, out in zip(case.rows, together, strict=True):
+        assert torch.equal(run([row], case.block_size, seed=9, **case.options), out)
+        tolerance = 12 * ROUNDING[out.dtype]
+        torch.testing.assert_close(out.double(), reference(*row, **case.options), rtol=tolerance, atol=tolerance)
 
 
 @needs_kernels
@@ -253,6 +296,40 @@ def test_attention_refuses_wrong_tensors() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+
+
+@needs_kernels
+@given(
+    st.sampled_from(DTYPES), st.integers(0, 200), st.integers(1, 150), st.sampled_from([1, 8, 72, 511, 512, 513, 1100]),
+    st.booleans(), st.integers(0, 9),
+)  # fmt: skip
+@quick
+def test_linear_equals_float64_and_rows_stand_alone(
+    dtype: torch.dtype, rows: int, n: int, k: int, bias: bool, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    x, weight = torch.randn(rows, k).to(dtype), torch.randn(n, k).to(dtype)
+    added = torch.randn(n).to(dtype) if bias else None
+    panels = cpu.Panels(weight)
+    assert torch.equal(panels.to_dense(), weight)
+    out = cpu.linear(x, panels, added)
+    expected = x.double() @ weight.double().T + (added.double() if added is not None else 0)
+    size = x.double().abs() @ weight.double().abs().T + 1  # what rounding is relative to
+    assert ((out.double() - expected).abs() <= size * 2e-6 + expected.abs() * ROUNDING[dtype]).all()
+    for begin, end in ((0, 1), (rows // 2, rows), (rows // 3, rows // 3 + 7)):
+        assert torch.equal(cpu.linear(x[begin:end].contiguous(), panels, added), out[begin:end])
+
+
+@needs_kernels
+def test_linear_refuses_what_does_not_fit() -> None:
+    panels = cpu.Panels(torch.randn(8, 16))
+    for x, bias in (
+        (torch.randn(2, 8), None),
+        (torch.randn(2, 16).bfloat16(), None),
+        (torch.randn(2, 16), torch.randn(9)),
+    ):
+        with pytest.raises(ValueError, match=r"the weight|bias must be"):
+            cpu.linear(x, panels, bias)
 
 
 def norm64(x: Tensor, weight: Tensor, eps: float) -> Tensor:
