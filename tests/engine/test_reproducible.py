@@ -113,7 +113,7 @@ SAMPLED = [
 ]
 
 
-def make_requests(count: int = 32) -> list[Request]:
+def make_requests(count: int) -> list[Request]:
     rng = random.Random(5)
     stem = [rng.randrange(256) for _ in range(70)]
     made = []
@@ -130,8 +130,8 @@ def outcome(requests: list[Request]) -> Outcome:
     return {each.key: (each.output_ids, [(e.logprob, e.top) for e in each.logprobs]) for each in requests}
 
 
-def runs(path: Path, ops: ModuleType, dtype: torch.dtype, *, packed: bool) -> dict[str, Outcome]:
-    """The same 32 requests run in as many ways as there are; every way a fresh set of pools."""
+def runs(path: Path, ops: ModuleType, dtype: torch.dtype, *, packed: bool, count: int) -> dict[str, Outcome]:
+    """The same requests run in as many ways as there are; every way a fresh set of pools."""
     decoder = load_decoder(path, dtype=dtype, ops=ops, packed=packed)
 
     def run(requests: list[Request], disturb: Callable[[int, Scheduler], None] | None = None, **shape: int) -> Outcome:
@@ -139,26 +139,26 @@ def runs(path: Path, ops: ModuleType, dtype: torch.dtype, *, packed: bool) -> di
             driver.run(requests, disturb)
         return outcome(requests)
 
-    results = {"whole": run(make_requests())}
-    results["alone"] = {key: value for each in make_requests() for key, value in run([each]).items()}
-    shuffled = make_requests()
+    results = {"whole": run(make_requests(count))}
+    results["alone"] = {key: value for each in make_requests(count) for key, value in run([each]).items()}
+    shuffled = make_requests(count)
     random.Random(1).shuffle(shuffled)
     results["shuffled"] = run(shuffled, max_num_seqs=7)
     for budget in (33, 64, 512):
-        results[f"chunks of {budget}"] = run(make_requests(), budget=budget)
-    results["no prefix cache"] = run(make_requests(), prefix_caching=False)
+        results[f"chunks of {budget}"] = run(make_requests(count), budget=budget)
+    results["no prefix cache"] = run(make_requests(count), prefix_caching=False)
     with Driver(decoder, max_num_seqs=32) as driver:
-        driver.run(make_requests())
-        warm = make_requests()
+        driver.run(make_requests(count))
+        warm = make_requests(count)
         driver.run(warm)
         results["prefix warm"] = outcome(warm)
     results["preempted"] = run(
-        make_requests(), lambda number, scheduler: number % 3 == 2 and number < 60 and scheduler.preempt_newest(),
+        make_requests(count), lambda number, scheduler: number % 3 == 2 and number < 60 and scheduler.preempt_newest(),
         max_num_seqs=9,
     )  # fmt: skip
-    results["small pool"] = run(make_requests(), n_blocks=40)
+    results["small pool"] = run(make_requests(count), n_blocks=40)
     resumed = []
-    for fresh in make_requests():
+    for fresh in make_requests(count):
         tokens, logprobs = results["whole"][fresh.key]
         kept = fresh.key % 16
         again = request(fresh.key, fresh.tokens, fresh.params, tokens[:kept])
@@ -179,16 +179,17 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("ops", INVARIANT, ids=lambda ops: ops.__name__.rpartition(".")[2])
 def test_every_way_to_run_gives_the_same_bits(model_path: Path, ops: ModuleType, dtype: torch.dtype) -> None:
-    results = runs(model_path, ops, dtype, packed=ops is not fixed_ops)
+    count = 12 if ops is fixed_ops else 32  # torch's fixed tiles are slow
+    results = runs(model_path, ops, dtype, packed=ops is not fixed_ops, count=count)
     whole = results["whole"]
-    assert len({tuple(tokens) for tokens, _ in whole.values()}) > 16  # they are not all alike
+    assert len({tuple(tokens) for tokens, _ in whole.values()}) > count // 2  # they are not all alike
     different = [name for name, result in results.items() if result != whole]
     assert different == []
 
 
 def test_with_the_mode_off_bits_move(model_path: Path) -> None:
     """The negative control, end to end."""
-    results = runs(model_path, torch_ops, torch.float32, packed=False)
+    results = runs(model_path, torch_ops, torch.float32, packed=False, count=12)
     assert any(result != results["whole"] for result in results.values())
 
 
