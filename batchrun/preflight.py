@@ -266,7 +266,7 @@ def _named_columns(job: JobSpec, source: Source) -> Iterator[tuple[str, str, boo
         for name in job.output.keep_columns:
             yield "output.keep_columns", name, False
     for name in job.input.columns or ():
-        yield "input.columns", name, True
+        yield "input.columns", name, False
     if job.sampling.from_column is not None:
         yield "sampling.from_column", job.sampling.from_column, True
 

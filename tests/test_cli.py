@@ -85,6 +85,7 @@ def test_faults_of_the_file_are_one_per_line(job: Path) -> None:
         ("engine.max_num_batched_tokens=3", "engine.max_num_batched_tokens: 3 is below max_num_seqs"),
         ("output.path=/dev/null/out", "output.path: /dev/null/out cannot be written: /dev/null is no directory"),
         ("input.path=odd://me:SECRET@host/rows.jsonl", "--set input.path: odd://host/rows.jsonl: Protocol not known"),
+        ("input.columns=[id, txet]", "input.columns: column 'txet' is not in the input; did you mean text?"),
     ],
 )
 def test_every_fault_is_found_before_a_model_loads(job: Path, override: str, expected: str) -> None:

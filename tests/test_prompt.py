@@ -123,6 +123,11 @@ def test_templates_render(tokenizer: Tokenizer, template: str, data: dict[str, A
         ("{{ range }}", {}, "bad_prompt: prompt.template: an expression gives a function"),
         ("{{ a.append(1) }}", {"a": []}, "bad_prompt: prompt.template: "),
         ("{{ 'a' * 1000000000 }}", {}, "bad_prompt: prompt.template: * makes too large a value"),
+        (
+            "{% set x = namespace(v='ab') %}{% for i in range(30) %}{% set x.v = x.v ~ x.v %}{% endfor %}{{ x.v }}",
+            {},
+            "bad_prompt: prompt.template: + makes too large a value",
+        ),
         ("{{ 2 ** (10 ** 12) }}", {}, "bad_prompt: prompt.template: ** makes too large a value"),
         (
             "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",

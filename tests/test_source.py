@@ -146,6 +146,11 @@ def test_partition_directories_are_columns(tmp_path: Path) -> None:
         {"n": 1, "lang": "zh/Hans", "y": "2"},
     ]
     assert numbers(rows_of(tmp_path, columns=["n", "lang"], where=[["lang", "=", "en"]])) == [1]
+    assert len(rows_of(tmp_path, where=[["y", ">=", 2]])) == 1
+    assert len(rows_of(tmp_path, where=[[["y", "=", 1], ["n", "=", 1], ["lang", "is", None]], [["y", "=", "2"]]])) == 2
+    source = Source(InputSpec(path=str(tmp_path), where=[["lang", ">", 3]]))
+    with pytest.raises(JobError, match=r"a\.jsonl: .*column 'lang' holds text and is compared with a number"):
+        source.check_columns(source.files())
 
 
 # JSON Lines

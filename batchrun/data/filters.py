@@ -2,7 +2,7 @@
 
 ``[[column, op, value], ...]`` holds where all conditions hold; a list of such lists where one of them does. ``op`` is
 one of ``= == != < <= > >= in``, ``not in``, ``is`` and ``is not``; the last two take null and nothing else. A null or
-absent value satisfies ``is`` alone.
+absent value satisfies ``is`` alone. A directory's ``column=value`` is a number where it is compared with one.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import operator
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
@@ -51,6 +52,12 @@ class _Condition:
             raise ValueError(self._clash(value, self.value))
         return _COMPARE[self.op](value, self.value)
 
+    def settled(self, text: str | None) -> bool:
+        """Whether it holds of what a directory's name says."""
+        values = self.value if self.op in _MEMBER else [self.value]
+        wants_number = bool(values) and all(_kind(value) == "a number" for value in values)
+        return self.holds({self.column: _number(text) if wants_number and text is not None else text})
+
     def _clash(self, value: Any, other: Any) -> str:
         return f"input.where: column {self.column!r} holds {_kind(value)} and is compared with {_kind(other)}"
 
@@ -65,6 +72,27 @@ class Where:
     def holds(self, row: dict[str, Any]) -> bool:
         """Whether the row passes; raises ``ValueError`` where a value's type does not compare with the filter's."""
         return any(all(condition.holds(row) for condition in group) for group in self._any_of)
+
+    def settle(self, known: dict[str, str | None]) -> Where | bool:
+        """What is left to ask of the rows of a file whose directories say ``known``; raises as :meth:`holds` does."""
+        left = []
+        for group in self._any_of:
+            if all(condition.settled(known[condition.column]) for condition in group if condition.column in known):
+                left.append([condition for condition in group if condition.column not in known])
+        if not all(left) or not left:
+            return bool(left)
+        rest = copy(self)
+        rest._any_of = left
+        return rest
+
+
+def _number(text: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
 
 
 def _groups(filters: Any) -> list[list[Any]]:

@@ -17,7 +17,7 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -58,7 +58,7 @@ from batchrun.data.results import Results, partials_table, results_table
 from batchrun.data.rows import Batch, InputFile, PartialRow, RowResult, Split
 from batchrun.data.store import StorageError, Store, sha256_of
 from batchrun.data.view import OUTPUT_LEASE, OutputView, current_parts, has_state, part_entry, refuse_state_alone
-from batchrun.errors import JobError
+from batchrun.errors import JobError, without_credentials
 from batchrun.job import OutputSpec
 
 log = logging.getLogger(__name__)
@@ -161,7 +161,7 @@ class Output(OutputView):
         place = {file.key: index for index, file in enumerate(files)}
         record = InputRecord(
             attempt=self.attempt,
-            files=list(files),
+            files=[replace(file, path=without_credentials(file.path)) for file in files],
             splits=[SplitEntry(**asdict(split) | {"file": place[split.file.key]}) for split in splits],
         )
         if not self.store.create(f"{HOME}/input-{generation:05d}.json", encode(record)):

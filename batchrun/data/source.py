@@ -88,10 +88,13 @@ class Source:
         Raises JobError when the file is not what it was when the split was made.
         """
         hive = hive_columns(split.file.key)
+        where = self._where.settle(hive) if self._where is not None else True
+        if where is False:
+            return
         for batch in self._read(split):
             batch = _add_columns(batch, hive)
-            if self._where is not None:
-                batch = _filter(batch, self._where)
+            if where is not True:
+                batch = _filter(batch, where)
             if self.spec.columns is not None:
                 batch = _project(batch, self.spec.columns)
             if batch.rows:
@@ -107,8 +110,12 @@ class Source:
         return all(self._format(file) != "jsonl" for file in files)
 
     def check_columns(self, files: Sequence[InputFile]) -> None:
-        """Raises JobError naming every Parquet file and dataset that lacks a column, as :meth:`splits` does."""
+        """Raises JobError naming every Parquet file and dataset that lacks a column, as :meth:`splits` does, and every
+        file whose directories hold what ``spec.where`` cannot compare.
+        """
         _each_file(self._require_columns, [file for file in files if self.is_typed([file])])
+        if self._where is not None:
+            _each_file(self._check_directories, files)
 
     def schema_names(self, files: Sequence[InputFile]) -> list[str] | None:
         """The columns known before everything is read, in order, before projection; None when no row tells any.
@@ -143,6 +150,13 @@ class Source:
         missing = [name for name in self._required_columns() if name not in names]
         if missing:
             raise UnreadableFileError(f"has no column {missing[0]!r}; it has {', '.join(names)}")
+
+    def _check_directories(self, file: InputFile) -> None:
+        assert self._where is not None
+        try:
+            self._where.settle(hive_columns(file.key))
+        except ValueError as error:
+            raise UnreadableFileError(str(error)) from None
 
     def _read(self, split: Split) -> Iterator[Batch]:
         if self._format(split.file) == "datasets":

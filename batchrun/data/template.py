@@ -5,7 +5,7 @@ column. Null counts as undefined: ``default`` replaces it, ``if`` takes it for f
 any other use is an error of the row. Text and numbers render as they are; within a larger text, ``true``, ``false``,
 lists and objects render as JSON, but a prompt that is nothing else has to be text. Bytes render as the UTF-8 they are.
 
-A template that runs away is an error of the row: its text, what ``*`` and ``+`` make, the size of ``**`` and the
+A template that runs away is an error of the row: its text, what ``*``, ``+`` and ``~`` make, the size of ``**`` and the
 numbers that ``range`` gives in all are bounded. Nothing is computed while a template is compiled.
 """
 
@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from functools import reduce
 from typing import Any
 
 from jinja2 import StrictUndefined, TemplateSyntaxError, Undefined, UndefinedError, meta, nodes, pass_context
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import missing
+from jinja2.visitor import NodeTransformer
 
 from batchrun.data.json_text import dump_json
 from batchrun.errors import JobError, RowErrorKind
@@ -112,6 +114,17 @@ def _range_for_one_row() -> Callable[..., range]:
     return bounded_range
 
 
+class _Concatenation(NodeTransformer):
+    """Turns ``a ~ b`` into the ``+`` of texts, whose size is watched."""
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Expr:  # noqa: N802 - Jinja's name
+        self.generic_visit(node)
+        texts: list[nodes.Expr] = [
+            nodes.Filter(part, "string", [], [], None, None, lineno=node.lineno) for part in node.nodes
+        ]
+        return reduce(lambda left, right: nodes.Add(left, right, lineno=node.lineno), texts)
+
+
 class RowTemplate:
     """The template in ``field`` of the job. Raises JobError on a syntax error.
 
@@ -124,7 +137,7 @@ class RowTemplate:
         try:
             tree = _environment(whole=False).parse(source)
             environment = _environment(whole=_is_one_expression(tree))
-            self._template = environment.from_string(source)
+            self._template = environment.from_string(_Concatenation().visit(environment.parse(source)))
         except TemplateSyntaxError as error:
             raise JobError(f"{field}: line {error.lineno}: {error.message}") from None
         except RecursionError:

@@ -308,6 +308,8 @@ class Engine:
             if len(messages) < len(prompt):
                 raise ValueError("a prompt is text, token ids or messages, not a mixture")
             return self.tokenizer.encode(self.tokenizer.render_chat(messages), add_special_tokens=False)
+        if any(isinstance(item, bool) for item in prompt):
+            raise ValueError("token ids are whole numbers")
         return [int(item) for item in prompt if not isinstance(item, Mapping)]
 
     def _result(self, request: Request) -> Result:

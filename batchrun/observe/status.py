@@ -63,6 +63,7 @@ def read_status(target: str, overrides: Sequence[str] = ()) -> Status:
     view = OutputView.at(path, options)
     if view is None:
         raise JobError(f"{path}: no output of batchrun is there; nothing was submitted yet")
+    view.recorded_configuration()
     holder = view.holder()
     _, splits = view.recorded_input() or ([], [])
     committed = view.committed()
