@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from batchrun import __version__
-from batchrun.errors import BatchrunError
+from batchrun.errors import EXIT_BAD_JOB, EXIT_OK, BatchrunError
 from batchrun.signals import interruptible
 from batchrun.streams import outlive_readers
 from batchrun.text import parse_duration
@@ -114,19 +114,28 @@ def status(target: str, overrides: tuple[str, ...], as_json: bool) -> None:
 
     found = read_status(target, overrides)
     click.echo(found.to_json() if as_json else found.describe())
+    sys.exit(EXIT_BAD_JOB if found.state == "damaged" else EXIT_OK)
 
 
 @main.command()
 @click.argument("target", metavar="FILE|JOB", type=click.Path(exists=True, dir_okay=False))
-@click.option("--against", type=click.Choice(["transformers"]), help="Measure this peer in the same run.")
+@click.option(
+    "--against", type=click.Choice(["transformers", "vllm", "openvino"]), help="Measure this peer in the same run."
+)
+@click.option("--peer-python", metavar="PATH", help="The Python that has the peer; this one, if not given.")
+@click.option("--pairs", type=click.IntRange(min=1), help="Passes of each side, by turns; 3 with a peer, else 1.")
+@click.option("--breakdown", is_flag=True, help="Say where a step's time goes, from one more pass.")
 @click.option("--model", help="Model reference; a JSONL file alone runs the demo's.")
 @click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto")
 @click.option("--limit", type=click.IntRange(min=1), help="Measure the first N rows only.")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads, of both sides.")
+@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, help="Sample; 0, if not given, is greedy.")
+@click.option("--top-p", type=click.FloatRange(min=0, min_open=True, max=1), default=1.0, help="With a temperature.")
 @_set
 @_json
 def bench(target: str, as_json: bool, overrides: tuple[str, ...], **options: Any) -> None:
     """Measure throughput on JSONL rows of `messages` or `prompt` and `max_tokens`, or on the rows of a job."""
     from batchrun.bench import run_bench
 
-    click.echo(run_bench(Path(target), overrides=overrides, as_json=as_json, **options))
+    report = run_bench(Path(target), overrides=overrides, **options)
+    click.echo(report.to_json() if as_json else report.describe())

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from batchrun import Engine, SamplingParams
-from batchrun.bench import DEMO_MODEL, transformers_model
+from batchrun.bench.export import write_directory
+from batchrun.bench.workload import DEMO_MODEL
 from batchrun.engine.engine import Result
 from batchrun.errors import JobError
 from batchrun.model_files import ModelFiles, resolve
@@ -48,9 +50,11 @@ Reference = tuple[Any, list[list[int]]]
 
 
 @pytest.fixture(scope="module")
-def reference(files: ModelFiles, prompts: list[list[int]]) -> Reference:
+def reference(files: ModelFiles, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """transformers' model, and its answers to the first six prompts."""
-    model = transformers_model(files, torch.float32)
+    folder = tmp_path_factory.mktemp("reference") / "model"
+    write_directory(files, "float32", folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     return model, [greedy_with(model, prompt, NEW_TOKENS) for prompt in prompts[:6]]
 
 

@@ -1,0 +1,83 @@
+"""Measures throughput: prompt ids in, output ids out; batchrun alone, or pass by pass beside a peer in the same run.
+
+Every row generates all its ``max_tokens``, so that both sides do the same work.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from batchrun.bench.breakdown import measure_breakdown
+from batchrun.bench.engine_side import EngineSide
+from batchrun.bench.peers import PeerError, PeerSide
+from batchrun.bench.report import Measured, Report
+from batchrun.bench.workload import bench_job, read_workload
+from batchrun.engine.memory import resolve_device, resolve_dtype, resolve_max_model_len
+from batchrun.errors import JobError
+from batchrun.model_files import resolve
+
+_PAIRS = 3
+
+
+def run_bench(
+    target: Path,
+    *,
+    overrides: Sequence[str] = (),
+    model: str | None = None,
+    dtype: str = "auto",
+    limit: int | None = None,
+    threads: int | None = None,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    against: str | None = None,
+    peer_python: str | None = None,
+    pairs: int | None = None,
+    breakdown: bool = False,
+) -> Report:
+    """Measure the rows of ``target``, a JSONL file or a job file, in ``pairs`` passes of each side.
+
+    ``against`` names a peer and ``peer_python`` the Python that has it (default: this one); where it is not there or
+    fails, the report says so and has batchrun alone. Raises JobError where there is nothing to measure.
+    """
+    python = peer_python or sys.executable
+    if shutil.which(python) is None:
+        raise JobError(f"--peer-python: {python} cannot be run")
+    job = bench_job(target, overrides, model)
+    device = resolve_device(job.engine.device)
+    if device != "cpu" and (against is not None or breakdown):
+        raise JobError("--against and --breakdown measure on a CPU; set engine.device to cpu")
+    dtype = resolve_dtype(job.model.dtype if dtype == "auto" else dtype, device)
+    spec = job.model.model_copy(update={"dtype": dtype})
+    engine_spec = job.engine.model_copy(update={"num_threads": threads} if threads is not None else {})
+    files = resolve(spec.name_or_path, spec.revision)
+    longest = resolve_max_model_len(files.config, spec)
+    workload = read_workload(job, files, longest, limit=limit, temperature=temperature, top_p=top_p)
+    notes: list[str] = []
+    with ExitStack() as stack:
+        engine = EngineSide(files, spec, engine_spec, workload)
+        stack.callback(engine.close)
+        measured = [Measured(engine)]
+        if against is not None:
+            with _noted(notes):
+                peer = stack.enter_context(PeerSide(against, python, engine.threads))
+                peer.load(files, dtype, workload)
+                measured.append(Measured(peer))
+        with _noted(notes):
+            for _ in range(pairs or (1 if against is None else _PAIRS)):
+                for each in measured:
+                    each.passes.append(each.side.run())
+        shares = measure_breakdown(engine) if breakdown else None
+    return Report(workload, [each for each in measured if each.passes], notes, shares)
+
+
+@contextmanager
+def _noted(notes: list[str]) -> Iterator[None]:
+    """A failing peer ends the block and leaves a note."""
+    try:
+        yield
+    except PeerError as error:
+        notes.append(str(error))

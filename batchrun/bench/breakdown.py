@@ -1,0 +1,79 @@
+"""Where a step's time goes: one more pass of the engine, with a clock around its operations."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from time import perf_counter
+from types import SimpleNamespace
+from typing import Any
+
+from batchrun.bench.engine_side import EngineSide
+
+_OPERATIONS = {"linear": "linear", "attention": "attention"}  # every other operation is elementwise
+PARTS = ("linear", "attention", "elementwise", "head", "sampling", "host")
+
+
+class _Clock:
+    """Seconds of named parts; a part that runs within another one is not counted for that too. For one thread."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._open: list[str] = []
+        self._since = 0.0
+
+    def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function``, its time counted for ``part``."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._switch()
+            self._open.append(part)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._switch()
+                self._open.pop()
+
+        return call
+
+    def _switch(self) -> None:
+        """Count the time since the last switch for the part that ran."""
+        now = perf_counter()
+        if self._open:
+            self.seconds[self._open[-1]] += now - self._since
+        self._since = now
+
+
+def measure_breakdown(side: EngineSide) -> dict[str, float]:
+    """Each of `PARTS` as a share of the time of one pass, on a CPU, where an operation is done when it returns.
+
+    ``linear`` leaves out the output projection, which is ``head``; ``elementwise`` is norms, activations, and RoPE with
+    the writing of KV. ``host`` is what is left: scheduling, batches, embedding lookups, taking results in.
+    """
+    from batchrun.engine import executor
+
+    clock = _Clock()
+    model = side.engine.executor.model
+    operations = {name: getattr(model.ops, name) for name in model.ops.__all__ if name != "pack"}
+    timed = {name: clock.timed(_OPERATIONS.get(name, "elementwise"), call) for name, call in operations.items()}
+    with ExitStack() as stack:
+        stack.enter_context(_replaced(model, "ops", SimpleNamespace(**timed)))
+        stack.enter_context(_replaced(model, "logits", clock.timed("head", model.logits)))
+        for name in ("sample", "logprobs"):
+            call = clock.timed("sampling", getattr(executor, name))
+            stack.enter_context(_replaced(executor, name, call))
+        seconds = side.run().seconds
+    shares = {part: clock.seconds[part] / seconds for part in PARTS}
+    return shares | {"host": 1 - sum(shares.values())}
+
+
+@contextmanager
+def _replaced(owner: object, name: str, value: Any) -> Iterator[None]:
+    """``owner.name`` is ``value`` for a while."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

@@ -1,0 +1,69 @@
+"""batchrun's own side of a measurement: the engine in this process."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from batchrun import __version__
+from batchrun.bench.peer_worker import peak_memory
+from batchrun.bench.sides import Pass
+from batchrun.bench.workload import Workload
+from batchrun.errors import JobError
+from batchrun.job import EngineSpec, ModelSpec
+from batchrun.model_files import ModelFiles
+
+
+class EngineSide:
+    """The engine under the options of a job.
+
+    Importing the engine and torch is part of its loading, as a peer's libraries are part of theirs: this module imports
+    neither.
+    """
+
+    def __init__(self, files: ModelFiles, model: ModelSpec, spec: EngineSpec, workload: Workload) -> None:
+        self.name = f"batchrun {__version__}"
+        self._workload = workload
+        self._params = workload.sampling()
+        options: dict[str, Any] = model.model_dump(exclude={"name_or_path"}) | spec.model_dump()
+        start = time.perf_counter()
+        import torch
+
+        from batchrun.engine.engine import Engine
+
+        if spec.num_threads != "auto":
+            torch.set_num_threads(min(spec.num_threads, os.cpu_count() or 1))
+        self.engine = Engine(files, **options)
+        for _ in self.engine.generate(workload.prompts[:1], self._params[0].override({"max_tokens": 2})):
+            pass  # first-use costs belong to loading
+        self.load_seconds = time.perf_counter() - start
+        self.threads = torch.get_num_threads()
+        self.settings = {
+            "dtype": model.dtype,
+            "threads": self.threads,
+            "reproducible": model.reproducible,
+            "max_num_seqs": self.engine.scheduler.limits.max_num_seqs,
+        }
+
+    def run(self) -> Pass:
+        engine = self.engine
+        engine.reset_prefix_cache()
+        before = engine.stats()
+        outputs: list[tuple[int, ...]] = [()] * len(self._workload.prompts)
+        start = time.perf_counter()
+        for result in engine.generate(self._workload.prompts, self._params):
+            if result.error is not None:
+                raise JobError(f"row {result.index} cannot be measured: {result.error}")
+            outputs[result.index] = result.token_ids
+        seconds = time.perf_counter() - start
+        stats = engine.stats()
+        details = {
+            "steps": stats.steps - before.steps,
+            "cached_prompt_tokens": stats.cached_tokens - before.cached_tokens,
+            "preemptions": stats.preemptions - before.preemptions,
+        }
+        return Pass(seconds, outputs, peak_memory(), details)
+
+    def close(self) -> None:
+        self.engine.close()
