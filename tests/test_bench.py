@@ -159,7 +159,7 @@ def test_transformers_does_the_same_work(rows: Path, tiny_model: Path) -> None:
     assert figures["median"] == pytest.approx(median(figures["pairs"]))
     assert figures["interval"] is None
     assert figures["same_beginnings"] == 1
-    assert "2 pairs: too few for a 95% interval" in report.describe()
+    assert "median of 2, too few for a 95% interval" in report.describe()
 
 
 def test_a_peer_that_is_not_there_is_skipped(rows: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

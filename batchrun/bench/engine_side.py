@@ -54,7 +54,7 @@ class EngineSide:
         start = time.perf_counter()
         for result in engine.generate(self._workload.prompts, self._params):
             if result.error is not None:
-                raise JobError(f"row {result.index} cannot be measured: {result.error}")
+                raise JobError(f"row {result.index + 1} cannot be measured: {result.error}")
             outputs[result.index] = result.token_ids
         seconds = time.perf_counter() - start
         stats = engine.stats()

@@ -127,11 +127,13 @@ class OpenVINO:
 
     def __init__(self, model: str, dtype: str, threads: int, settings: dict[str, Any], workload: dict[str, Any]):
         self.numpy, self.openvino, self.genai = _modules("numpy", "openvino", "openvino_genai")
-        precision = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[dtype]
+        wanted = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[dtype]
+        able = self.openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+        self.precision = wanted if wanted.upper() in able else "f32"  # others it refuses for KV
         properties = {
             "INFERENCE_NUM_THREADS": threads,
-            "INFERENCE_PRECISION_HINT": precision,
-            "KV_CACHE_PRECISION": precision,
+            "INFERENCE_PRECISION_HINT": self.precision,
+            "KV_CACHE_PRECISION": self.precision,
         }
         scheduler = self.genai.SchedulerConfig()
         for name, value in settings.items():
@@ -155,7 +157,8 @@ class OpenVINO:
         return config
 
     def choose(self) -> dict[str, Any]:
-        return {}
+        """Nothing, but to tell in what it computes."""
+        return {"precision": self.precision}
 
     def reset(self) -> None:
         """A pipeline cannot forget its prefixes: another takes its place, used once with no prompt's tokens."""

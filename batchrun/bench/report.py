@@ -137,7 +137,7 @@ class Report:
             if ratio["interval"]:
                 held = "95% interval {:.2f}x to {:.2f}x".format(*ratio["interval"])
             lines.append(
-                ("ratio", f"{ratio['median']:.2f}x ({n} pairs: {held}); {ratio['median_with_load']:.2f}x with load")
+                ("ratio", f"{ratio['median']:.2f}x (median of {n}, {held}); {ratio['median_with_load']:.2f}x with load")
             )
             if ratio["same_beginnings"] is not None:
                 lines.append(("same text", f"first {_FIRST_TOKENS} tokens in {ratio['same_beginnings']:.0%} of rows"))
