@@ -13,6 +13,7 @@ import re
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -109,10 +110,15 @@ def read_gguf(path: Path, *, vocabulary: bool = False) -> GGUFFile:
     Raises :class:`JobError` if the file is no GGUF of version 2 or 3, or is cut short.
     """
     try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            metadata, tensors = _Cursor(data).header(vocabulary)
+        return _read_gguf(path, path.stat().st_mtime_ns, vocabulary)
     except (OSError, ValueError, OverflowError, IndexError, struct.error) as error:
         raise JobError(f"{path}: not a readable GGUF file: {error}") from error
+
+
+@lru_cache(maxsize=4)
+def _read_gguf(path: Path, _version: int, vocabulary: bool) -> GGUFFile:
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        metadata, tensors = _Cursor(data).header(vocabulary)
     return GGUFFile(path, metadata, tensors)
 
 

@@ -41,6 +41,7 @@ _INDICES = (torch.int32, torch.int64)
 
 _SIGNATURES = {
     "batchrun_rms_norm": [c_void_p] * 4 + [c_int64, c_int, c_float, c_bool, c_int],
+    "batchrun_pack": [c_void_p] * 2 + [c_int, c_int, c_bool, c_int],
     "batchrun_linear": [c_void_p] * 4 + [c_int64, c_int, c_int, c_bool, c_int],
     "batchrun_silu_mul": [c_void_p] * 2 + [c_int64, c_int, c_bool, c_int],
     "batchrun_rope_kv_write": [c_void_p] * 3
@@ -79,11 +80,11 @@ class Panels:
     __slots__ = ("data", "shape")
 
     def __init__(self, weight: Tensor) -> None:
-        n, k = weight.shape
+        n, k = _floats("weight", weight, 2)
         columns = _library().batchrun_panel_columns()
-        padded = torch.nn.functional.pad(weight, (0, 0, 0, -n % columns))
-        self.data = padded.view(-1, columns, k).transpose(1, 2).contiguous()  # [panels, K, columns], padded with zeros
+        self.data = torch.empty(-(-n // columns), k, columns, dtype=weight.dtype)  # the last one padded with zeros
         self.shape = (n, k)
+        _call("batchrun_pack", weight, self.data, n, k, weight.dtype is torch.bfloat16)
 
     def to_dense(self) -> Tensor:
         """The weight [N, K] (a copy)."""

@@ -32,6 +32,14 @@ const char* batchrun_rms_norm(const void* x, void* residual, const void* weight,
 // Output columns of a panel: see linear.h.
 int batchrun_panel_columns() { return COLUMNS; }
 
+const char* batchrun_pack(const void* weight, void* panels, int n, int k, bool is_bf16, int threads) {
+    with_type(is_bf16, [&](auto* type) {
+        using T = std::remove_pointer_t<decltype(type)>;
+        pack(static_cast<const T*>(weight), static_cast<T*>(panels), n, k, threads);
+    });
+    return nullptr;
+}
+
 const char* batchrun_linear(const void* x, const void* panels, const void* bias, void* out, int64_t rows, int n, int k,
                             bool is_bf16, int threads) {
     with_type(is_bf16, [&](auto* type) {

@@ -33,6 +33,24 @@ struct Linear {
     int64_t strip_rows(int64_t strip) const { return std::min<int64_t>(STRIP, rows - strip * STRIP); }
 };
 
+// Lays a weight [n, k] out in panels.
+template <class T>
+void pack(const T* weight, T* panels, int n, int k, int threads) {
+    constexpr int BLOCK = 16;  // k's of a column that are copied at once: a cache line
+    int count = (n + COLUMNS - 1) / COLUMNS;
+#pragma omp parallel for num_threads(threads) if (int64_t(n) * k > THREADS_WORTH_IT)
+    for (int panel = 0; panel < count; ++panel) {
+        T* out = panels + size_t(panel) * k * COLUMNS;
+        int columns = std::min(COLUMNS, n - panel * COLUMNS);
+        if (columns < COLUMNS) std::fill_n(out, size_t(k) * COLUMNS, T{});
+        for (int from = 0; from < k; from += BLOCK)
+            for (int column = 0; column < columns; ++column) {
+                const T* row = weight + (size_t(panel) * COLUMNS + column) * k;
+                for (int i = from; i < std::min(from + BLOCK, k); ++i) out[size_t(i) * COLUMNS + column] = row[i];
+            }
+    }
+}
+
 // Rows [first, first + count) of x side by side as [k, count], so that a panel meets them in the order of memory.
 template <class T>
 void interleave(const Linear<T>& l, int64_t first, int count, float* out) {
