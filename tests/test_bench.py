@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import random
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 
 import click
 import gguf
+import psutil
 import pytest
 from click.testing import CliRunner
 from safetensors.torch import load_file
@@ -21,7 +24,7 @@ from batchrun.bench.engine_side import EngineSide
 from batchrun.bench.export import write_directory, write_gguf
 from batchrun.bench.peers import PEERS, PeerError, PeerSide
 from batchrun.bench.report import median_interval
-from batchrun.bench.workload import Workload
+from batchrun.bench.workload import Workload, bench_job, read_workload
 from batchrun.cli import bench, main
 from batchrun.errors import JobError
 from batchrun.job import EngineSpec, ModelSpec
@@ -31,7 +34,6 @@ from tests import gguf_files
 from tests.jobs import write_rows
 
 ROWS = [{"prompt": "Hello there", "max_tokens": 6}, {"prompt": "Hello you"}, {"prompt": "A fox", "max_tokens": 600}]
-SMALL = ("engine.kv_cache_memory=32MiB",)
 
 
 @pytest.fixture(scope="module")
@@ -135,8 +137,9 @@ def test_batchrun_alone(rows: Path, tiny_model: Path) -> None:
 
 
 def test_no_row_is_asked_for_more_than_the_model_can_hold(tmp_path: Path, tiny_model: Path) -> None:
-    report = run_bench(write_rows(tmp_path / "rows.jsonl", ROWS[2:]), model=str(tiny_model))
-    assert report.workload.max_tokens == [512 - len("A fox")]
+    job = bench_job(write_rows(tmp_path / "rows.jsonl", ROWS[2:]), (), str(tiny_model))
+    workload = read_workload(job, resolve(str(tiny_model)), 512, limit=None, temperature=0, top_p=1)
+    assert workload.max_tokens == [512 - len("A fox")]
 
 
 # ---- peers
@@ -186,11 +189,30 @@ def test_a_peer_that_dies_leaves_the_pairs_before_it(rows: Path, tiny_model: Pat
     assert len(json.loads(report.to_json())["ratio"]["pairs"]) == 1
 
 
-@pytest.mark.parametrize("lines", [["exit 4"], ["""echo '{"version": "9"}'; exec <&-; exit 4"""]])
-def test_a_peer_that_dies_early_leaves_batchrun_alone(tmp_path: Path, tiny_model: Path, lines: list[str]) -> None:
-    with pytest.raises(PeerError, match="vllm failed with exit code 4: it printed nothing"):  # noqa: SIM117
-        with PeerSide("vllm", scripted_python(tmp_path, *lines), 1) as peer:
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("exit 4", "failed with exit code 4: it printed nothing"),
+        ("""echo '{"version": "9"}'; exec <&-; exit 4""", "failed with exit code 4: it printed nothing"),
+        ("echo $2; cat", "failed: 'vllm' is not what its worker answers"),
+    ],
+)
+def test_a_peer_that_does_not_answer(tmp_path: Path, tiny_model: Path, line: str, expected: str) -> None:
+    with pytest.raises(PeerError, match=f"^vllm {expected}"):  # noqa: SIM117
+        with PeerSide("vllm", scripted_python(tmp_path, line), 1) as peer:
             peer.load(resolve(str(tiny_model)), "float32", Workload([[1]], [1], 512))
+
+
+def test_a_peer_ends_with_the_processes_that_it_started(tmp_path: Path) -> None:
+    python = scripted_python(tmp_path, """sleep 100 & echo '{"version": "'$!'"}'; wait""")
+    with PeerSide("vllm", python, 1) as peer:
+        child = psutil.Process(int(peer.name.removeprefix("vllm ")))
+        assert child.status() == psutil.STATUS_SLEEPING
+    deadline = time.monotonic() + 5
+    with suppress(psutil.NoSuchProcess):
+        while child.status() != psutil.STATUS_ZOMBIE:  # where nobody reaps orphans
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
 
 def test_a_peer_python_that_is_no_program(rows: Path, tiny_model: Path) -> None:

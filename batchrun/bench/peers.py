@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -113,17 +114,17 @@ class PeerSide:
                     stderr=log,
                     env=os.environ | self._peer.environment(Path(python), threads),
                     encoding="utf-8",
+                    start_new_session=True,  # so that it ends together with the processes that it starts
                 )
         except OSError as error:
-            raise JobError(f"--peer-python {python}: {error.strerror}") from None
+            raise PeerError(f"{kind} is skipped: {python}: {error.strerror}") from None
         try:
             greeting = self._answer()
+            if "missing" in greeting:
+                raise PeerError(f"{kind} is skipped: {greeting['missing']} ({self._peer.install})")
         except PeerError:
             self._end()
             raise
-        if "missing" in greeting:
-            self._end()
-            raise PeerError(f"{kind} is skipped: {greeting['missing']} ({self._peer.install})")
         self.name = f"{kind} {greeting['version']}"
 
     def __enter__(self) -> PeerSide:
@@ -169,7 +170,10 @@ class PeerSide:
         if not line:
             code = self._process.wait()
             raise PeerError(f"{self._kind} failed with exit code {code}: {self._last_words()} (all of it: {self._log})")
-        answer: dict[str, Any] = json.loads(line)
+        try:
+            answer: dict[str, Any] = json.loads(line)
+        except ValueError:
+            raise PeerError(f"{self._kind} failed: {line.strip()[:80]!r} is not what its worker answers") from None
         return answer
 
     def _last_words(self) -> str:
@@ -177,6 +181,7 @@ class PeerSide:
         return next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
 
     def _end(self) -> None:
-        self._process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         with suppress(BrokenPipeError):  # an order that it did not take
             self._process.__exit__(None, None, None)

@@ -33,7 +33,7 @@ def median_interval(values: Sequence[float], confidence: float = _CONFIDENCE) ->
 
 @dataclass(slots=True)
 class Measured:
-    """One side and its passes over a workload. Rates are tokens per second, the medians of the passes."""
+    """One side and its passes over a workload."""
 
     side: Side
     passes: list[Pass] = field(default_factory=list)
