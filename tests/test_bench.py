@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -165,7 +166,7 @@ def test_transformers_does_the_same_work(rows: Path, tiny_model: Path) -> None:
     assert "median of 2, too few for a 95% interval" in report.describe()
 
 
-def test_a_peer_that_is_not_there_is_skipped(rows: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_is_not_there_is_skipped(rows: Path, tiny_model: Path) -> None:
     report = run_bench(rows, model=str(tiny_model), against="vllm", pairs=1)
     (note,) = report.notes
     assert note == f"vllm is skipped: {sys.executable} has no package vllm ({PEERS['vllm'].install})"
@@ -197,17 +198,21 @@ def test_a_peer_that_dies_leaves_the_pairs_before_it(rows: Path, tiny_model: Pat
         ("echo $2; cat", "failed: 'vllm' is not what its worker answers"),
     ],
 )
-def test_a_peer_that_does_not_answer(tmp_path: Path, tiny_model: Path, line: str, expected: str) -> None:
+def test_a_peer_that_does_not_answer(
+    tmp_path: Path, tiny_model: Path, line: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(PeerError, match=f"^vllm {expected}"):  # noqa: SIM117
         with PeerSide("vllm", scripted_python(tmp_path, line), 1) as peer:
             peer.load(resolve(str(tiny_model)), "float32", Workload([[1]], [1], 512))
+    assert bool(list(tmp_path.glob("*.log"))) == ("exit code" in expected)
 
 
 def test_a_peer_ends_with_the_processes_that_it_started(tmp_path: Path) -> None:
     python = scripted_python(tmp_path, """sleep 100 & echo '{"version": "'$!'"}'; wait""")
     with PeerSide("vllm", python, 1) as peer:
         child = psutil.Process(int(peer.name.removeprefix("vllm ")))
-        assert child.status() == psutil.STATUS_SLEEPING
+        assert child.status() != psutil.STATUS_ZOMBIE
     deadline = time.monotonic() + 5
     with suppress(psutil.NoSuchProcess):
         while child.status() != psutil.STATUS_ZOMBIE:  # where nobody reaps orphans

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import subprocess
+import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from ctypes.util import find_library
@@ -22,7 +23,6 @@ from batchrun.bench.sides import Pass
 from batchrun.bench.workload import Workload
 from batchrun.errors import JobError
 from batchrun.model_files import ModelFiles
-from batchrun.wheel_file import cache_dir
 
 _KV_GB = 4
 _MAX_NUM_SEQS = 256
@@ -103,21 +103,8 @@ class PeerSide:
         self._kind, self._threads = kind, threads
         self.settings: dict[str, Any] = {}
         self.load_seconds = 0.0
-        self._log = cache_dir() / "bench" / f"{kind}.log"
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with self._log.open("wb") as log:
-                self._process = subprocess.Popen(
-                    [python, str(Path(peer_worker.__file__)), kind],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=log,
-                    env=os.environ | self._peer.environment(Path(python), threads),
-                    encoding="utf-8",
-                    start_new_session=True,  # so that it ends together with the processes that it starts
-                )
-        except OSError as error:
-            raise PeerError(f"{kind} is skipped: {python}: {error.strerror}") from None
+        self._failed = False
+        self._process = self._start(python)
         try:
             greeting = self._answer()
             if "missing" in greeting:
@@ -126,6 +113,25 @@ class PeerSide:
             self._end()
             raise
         self.name = f"{kind} {greeting['version']}"
+
+    def _start(self, python: str) -> subprocess.Popen[str]:
+        handle, name = tempfile.mkstemp(prefix=f"batchrun-{self._kind}-", suffix=".log")
+        self._log = Path(name)  # stays if the peer fails
+        try:
+            return subprocess.Popen(
+                [python, str(Path(peer_worker.__file__)), self._kind],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=handle,
+                env=os.environ | self._peer.environment(Path(python), self._threads),
+                encoding="utf-8",
+                start_new_session=True,  # so that it ends together with the processes that it starts
+            )
+        except OSError as error:
+            self._log.unlink()
+            raise PeerError(f"{self._kind} is skipped: {python}: {error.strerror}") from None
+        finally:
+            os.close(handle)
 
     def __enter__(self) -> PeerSide:
         return self
@@ -169,6 +175,7 @@ class PeerSide:
         line = self._process.stdout.readline()
         if not line:
             code = self._process.wait()
+            self._failed = True
             raise PeerError(f"{self._kind} failed with exit code {code}: {self._last_words()} (all of it: {self._log})")
         try:
             answer: dict[str, Any] = json.loads(line)
@@ -185,3 +192,5 @@ class PeerSide:
             os.killpg(self._process.pid, signal.SIGKILL)
         with suppress(BrokenPipeError):  # an order that it did not take
             self._process.__exit__(None, None, None)
+        if not self._failed:
+            self._log.unlink()
