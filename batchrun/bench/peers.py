@@ -128,7 +128,7 @@ class PeerSide:
                 start_new_session=True,  # so that it ends together with the processes that it starts
             )
         except OSError as error:
-            self._log.unlink()
+            self._log.unlink(missing_ok=True)
             raise PeerError(f"{self._kind} is skipped: {python}: {error.strerror}") from None
         finally:
             os.close(handle)
@@ -193,4 +193,4 @@ class PeerSide:
         with suppress(BrokenPipeError):  # an order that it did not take
             self._process.__exit__(None, None, None)
         if not self._failed:
-            self._log.unlink()
+            self._log.unlink(missing_ok=True)
