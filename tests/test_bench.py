@@ -20,7 +20,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 
 from batchrun.bench import run_bench
-from batchrun.bench.breakdown import PARTS, measure_breakdown
+from batchrun.bench.breakdown import PARTS, Clock, measure_breakdown
 from batchrun.bench.engine_side import EngineSide
 from batchrun.bench.export import write_directory, write_gguf
 from batchrun.bench.peers import PEERS, PeerError, PeerSide
@@ -107,6 +107,15 @@ def test_the_breakdown_adds_up_and_leaves_the_engine_as_it_was(side: EngineSide)
     assert sum(shares.values()) == pytest.approx(1)
     assert side.engine.executor.model.ops is ops
     assert side.run().outputs == before
+
+
+def test_what_runs_within_a_part_belongs_to_it() -> None:
+    clock = Clock()
+    linear = clock.timed("linear", lambda: 1)
+    assert clock.timed("head", lambda: linear() + linear())() == 2
+    assert list(clock.seconds) == ["head"]
+    linear()
+    assert list(clock.seconds) == ["head", "linear"]
 
 
 def test_batchrun_alone(rows: Path, tiny_model: Path) -> None:

@@ -15,34 +15,28 @@ _OPERATIONS = {"linear": "linear", "attention": "attention"}  # every other oper
 PARTS = ("linear", "attention", "elementwise", "head", "sampling", "host")
 
 
-class _Clock:
-    """Seconds of named parts; a part that runs within another one is not counted for that too. For one thread."""
+class Clock:
+    """Seconds of named parts; what runs within a part belongs to it. For functions that one thread calls."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        self._open: list[str] = []
-        self._since = 0.0
+        self._running = False
 
     def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """``function``, its time counted for ``part``."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            self._switch()
-            self._open.append(part)
+            if self._running:
+                return function(*args, **kwargs)
+            self._running = True
+            start = perf_counter()
             try:
                 return function(*args, **kwargs)
             finally:
-                self._switch()
-                self._open.pop()
+                self.seconds[part] += perf_counter() - start
+                self._running = False
 
         return call
-
-    def _switch(self) -> None:
-        """Count the time since the last switch for the part that ran."""
-        now = perf_counter()
-        if self._open:
-            self.seconds[self._open[-1]] += now - self._since
-        self._since = now
 
 
 def measure_breakdown(side: EngineSide) -> dict[str, float]:
@@ -53,7 +47,7 @@ def measure_breakdown(side: EngineSide) -> dict[str, float]:
     """
     from batchrun.engine import executor
 
-    clock = _Clock()
+    clock = Clock()
     model = side.engine.executor.model
     operations = {name: getattr(model.ops, name) for name in model.ops.__all__ if name != "pack"}
     timed = {name: clock.timed(_OPERATIONS.get(name, "elementwise"), call) for name, call in operations.items()}
