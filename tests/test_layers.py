@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -188,8 +188,9 @@ def test_public_names_load_lazily() -> None:
 def test_help_answers_at_once() -> None:
     script = Path(sys.executable).with_name("batchrun")
     times = []
-    for _ in range(10):
-        start = time.perf_counter()
+    for _ in range(5):
+        before = os.times()
         subprocess.run([str(script), "--help"], capture_output=True, check=True)
-        times.append(time.perf_counter() - start)
+        after = os.times()  # what the processor did: how long it took depends on who else runs
+        times.append(after.children_user + after.children_system - before.children_user - before.children_system)
     assert min(times) < 0.3, times
