@@ -291,6 +291,11 @@ def test_bench_refuses_rows_that_it_cannot_measure(tmp_path: Path, tiny_model: P
     assert expected in refused("bench", write_rows(tmp_path / "rows.jsonl", [row]), "--model", tiny_model)
 
 
+def test_bench_refuses_what_cannot_be_sampled(tmp_path: Path, tiny_model: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "x"}])
+    assert "temperature: " in refused("bench", rows, "--model", tiny_model, "--temperature", "nan")
+
+
 def test_a_job_file_that_is_not_there(tmp_path: Path) -> None:
     assert refused("plan", tmp_path / "none.yaml").endswith("none.yaml: No such file or directory")
 

@@ -90,6 +90,10 @@ def read_workload(
 
     A row's ``max_tokens`` column goes before the job's. Raises JobError where a row cannot be measured.
     """
+    try:
+        SamplingParams(temperature=temperature, top_p=top_p)
+    except ValueError as error:
+        raise JobError(str(error)) from None
     builder = PromptBuilder(job.prompt, job.sampling, Tokenizer.load(files), max_model_len)
     source = Source(job.input)
     workload = Workload([], [], max_model_len, temperature, top_p)
