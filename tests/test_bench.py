@@ -183,7 +183,10 @@ def test_a_peer_that_is_not_there_is_skipped(rows: Path, tiny_model: Path) -> No
     assert note in report.describe()
 
 
-def test_a_peer_that_dies_leaves_the_pairs_before_it(rows: Path, tiny_model: Path, tmp_path: Path) -> None:
+def test_a_peer_that_dies_leaves_the_pairs_before_it(
+    rows: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     answers = [
         """echo '{"version": "9"}'; read order; echo '{"load_seconds": 2, "settings": {}}'""",
         """read order; echo '{"seconds": 1.5, "outputs": [[1], [2], [3]], "peak_bytes": 10}'""",
