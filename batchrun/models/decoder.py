@@ -124,5 +124,5 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [N, V] float32 of hidden states [N, H]."""
-        logits: Tensor = self.ops.linear(hidden, self.head.weight, self.head.bias)
-        return logits.float()
+        logits: Tensor = self.ops.linear(hidden, self.head.weight, self.head.bias, torch.float32)
+        return logits

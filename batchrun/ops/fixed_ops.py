@@ -25,13 +25,13 @@ _QUERIES = 4  # consecutive queries of one sequence in a tile
 _KEYS = 128  # consecutive keys in a tile
 
 
-def linear(x: Tensor, weight: Dense, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Dense, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """As `torch_ops.linear`, in tiles of `_ROWS` rows."""
     n = len(x)
     padded = functional.pad(x, (0, 0, 0, -n % _ROWS))
-    out = x.new_empty(len(padded), weight.shape[0])
+    out = x.new_empty(len(padded), weight.shape[0], dtype=dtype or x.dtype)
     for begin in range(0, len(padded), _ROWS):
-        out[begin : begin + _ROWS] = torch_ops.linear(padded[begin : begin + _ROWS], weight, bias)
+        out[begin : begin + _ROWS] = torch_ops.linear(padded[begin : begin + _ROWS], weight, bias, dtype)
     return out[:n]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from batchrun.kernels import cpu
@@ -16,8 +17,8 @@ def pack(weight: Tensor) -> cpu.Panels:
     return cpu.Panels(weight)
 
 
-def linear(x: Tensor, weight: Dense, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Dense, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """As `torch_ops.linear`, of a weight that `pack` laid out."""
     assert isinstance(weight.packed, cpu.Panels)
-    product: Tensor = cpu.linear(x, weight.packed, bias)
+    product: Tensor = cpu.linear(x, weight.packed, bias, dtype)
     return product

@@ -34,14 +34,14 @@ def multiplies(dtype: torch.dtype) -> bool:
     return dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def linear(x: Tensor, weight: Dense, bias: Tensor | None = None) -> Tensor:
-    """``x`` [T, K] times ``weight`` [N, K] transposed, plus ``bias`` [N]; returns [T, N]."""
+def linear(x: Tensor, weight: Dense, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """``x`` [T, K] times ``weight`` [N, K] transposed, plus ``bias`` [N]; returns [T, N] of ``dtype`` (x's)."""
     packed = weight.packed
     if not isinstance(packed, Tensor):
-        return functional.linear(x, weight.dequantize(), bias)
+        return functional.linear(x, weight.dequantize(), bias).to(dtype or x.dtype)
     wide_bias = bias if bias is None else bias.to(packed.dtype)
     product: Tensor = torch.ops.mkldnn._linear_pointwise(x.to(packed.dtype), packed, wide_bias, "none", [], "")
-    return product.to(x.dtype)
+    return product.to(dtype or x.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -42,7 +42,7 @@ _INDICES = (torch.int32, torch.int64)
 _SIGNATURES = {
     "batchrun_rms_norm": [c_void_p] * 4 + [c_int64, c_int, c_float, c_bool, c_int],
     "batchrun_pack": [c_void_p] * 2 + [c_int, c_int, c_bool, c_int],
-    "batchrun_linear": [c_void_p] * 4 + [c_int64, c_int, c_int, c_bool, c_int],
+    "batchrun_linear": [c_void_p] * 4 + [c_int64, c_int, c_int, c_bool, c_bool, c_int],
     "batchrun_silu_mul": [c_void_p] * 2 + [c_int64, c_int, c_bool, c_int],
     "batchrun_rope_kv_write": [c_void_p] * 3
     + [c_bool, c_void_p, c_bool]
@@ -102,8 +102,13 @@ def version() -> str:
     return hashlib.blake2b(build.sources(), digest_size=6).hexdigest()
 
 
-def linear(x: Tensor, weight: Panels, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """``x`` [T, K] times ``weight`` [N, K] transposed, plus ``bias`` [N], rounded once -> [T, N]; all of one dtype."""
+def linear(
+    x: Tensor, weight: Panels, bias: Tensor | None = None, dtype: torch.dtype | None = None, out: Tensor | None = None
+) -> Tensor:
+    """``x`` [T, K] times ``weight`` [N, K] transposed, plus ``bias`` [N], rounded once to ``dtype`` (x's) -> [T, N].
+
+    ``x``, ``weight`` and ``bias`` have one dtype.
+    """
     n, k = weight.shape
     tokens, width = _floats("x", x, 2)
     _require(
@@ -112,8 +117,10 @@ def linear(x: Tensor, weight: Panels, bias: Tensor | None = None, out: Tensor | 
     )
     if bias is not None:
         _like("bias", bias, (n,), x.dtype)
-    out = _output("out", out, x, (tokens, n))
-    _call("batchrun_linear", x, weight.data, bias, out, tokens, n, k, x.dtype is torch.bfloat16)
+    dtype = dtype or x.dtype
+    _require(dtype in DTYPES, f"the result must be float32 or bfloat16, not {dtype}")
+    out = _output("out", out, (tokens, n), dtype)
+    _call("batchrun_linear", x, weight.data, bias, out, tokens, n, k, *(t is torch.bfloat16 for t in (x.dtype, dtype)))
     return out
 
 
@@ -155,7 +162,7 @@ def attention(
     _like("cu_q", batch.cu_q, (rows + 1,), torch.int32)
     _like("kv_len", batch.kv_len, (rows,), torch.int32)
     _like("block_table", table, table.shape, torch.int32)
-    out = _output("out", out, q)
+    out = _output("out", out, q.shape, q.dtype)
     _call(
         "batchrun_attention",
         *(q, k_cache, v_cache, out, batch.cu_q, batch.kv_len, table, tokens, n_blocks, rows, table.shape[1]),
@@ -183,7 +190,7 @@ def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     """``silu(gate) * up`` of gate_up [T, 2I], the gates first -> [T, I], rounded once."""
     tokens, width = _floats("gate_up", gate_up, 2)
     _require(width % 2 == 0, f"gate_up must be [T, 2I], not {tuple(gate_up.shape)}")
-    out = _output("out", out, gate_up, (tokens, width // 2))
+    out = _output("out", out, (tokens, width // 2), gate_up.dtype)
     _call("batchrun_silu_mul", gate_up, out, tokens, width // 2, gate_up.dtype is torch.bfloat16)
     return out
 
@@ -240,7 +247,7 @@ def rope_kv_write(
 def _rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor | None) -> Tensor:
     width = _floats("x", x, None)[-1]
     _like("weight", weight, (width,), x.dtype)
-    out = _output("out", out, x)
+    out = _output("out", out, x.shape, x.dtype)
     rows = x.numel() // width if width else 0
     _call("batchrun_rms_norm", x, residual, weight, out, rows, width, eps, x.dtype is torch.bfloat16)
     return out
@@ -293,10 +300,10 @@ def _like(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype)
         )
 
 
-def _output(name: str, out: Tensor | None, like: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
+def _output(name: str, out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     if out is None:
-        return torch.empty(shape or like.shape, dtype=like.dtype)
-    _like(name, out, shape or like.shape, like.dtype)
+        return torch.empty(shape, dtype=dtype)
+    _like(name, out, shape, dtype)
     return out
 
 

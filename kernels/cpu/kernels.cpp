@@ -41,11 +41,14 @@ const char* batchrun_pack(const void* weight, void* panels, int n, int k, bool i
 }
 
 const char* batchrun_linear(const void* x, const void* panels, const void* bias, void* out, int64_t rows, int n, int k,
-                            bool is_bf16, int threads) {
+                            bool is_bf16, bool out_is_bf16, int threads) {
     with_type(is_bf16, [&](auto* type) {
         using T = std::remove_pointer_t<decltype(type)>;
-        linear(Linear<T>{static_cast<const T*>(x), static_cast<const T*>(panels), static_cast<const T*>(bias),
-                         static_cast<T*>(out), rows, n, k, threads});
+        with_type(out_is_bf16, [&](auto* out_type) {
+            using Out = std::remove_pointer_t<decltype(out_type)>;
+            linear(Linear<T, Out>{static_cast<const T*>(x), static_cast<const T*>(panels), static_cast<const T*>(bias),
+                                  static_cast<Out*>(out), rows, n, k, threads});
+        });
     });
     return nullptr;
 }

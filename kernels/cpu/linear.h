@@ -21,10 +21,10 @@ constexpr int DEPTH = 512;  // k's whose panel is worked through while it stays 
 constexpr int STRIP = 96;   // rows that meet a panel while it stays in the second-level cache
 static_assert(STRIP % ROWS == 0, "");
 
-template <class T>
+template <class T, class Out>
 struct Linear {
     const T *x, *panels, *bias;  // bias nullptr: none
-    T* out;
+    Out* out;
     int64_t rows;
     int n, k, threads;
 
@@ -52,8 +52,8 @@ void pack(const T* weight, T* panels, int n, int k, int threads) {
 }
 
 // Rows [first, first + count) of x side by side as [k, count], so that a panel meets them in the order of memory.
-template <class T>
-void interleave(const Linear<T>& l, int64_t first, int count, float* out) {
+template <class T, class Out>
+void interleave(const Linear<T, Out>& l, int64_t first, int count, float* out) {
     const T* x = l.x + first * l.k;
     int i = 0;
     for (; i + W <= l.k; i += W) {
@@ -99,8 +99,8 @@ void multiply_some(int rows, const float* x, const P* panel, int depth, float* s
 }
 
 // One strip's rows, `x` holding them interleaved, against one panel.
-template <class T>
-void multiply_panel(const Linear<T>& l, int64_t strip, int panel, const float* x) {
+template <class T, class Out>
+void multiply_panel(const Linear<T, Out>& l, int64_t strip, int panel, const float* x) {
     alignas(64) float sums[STRIP * COLUMNS];
     alignas(64) float wide[std::is_same<T, float>::value ? 1 : DEPTH * COLUMNS];  // a block of the panel as fp32
     int rows = int(l.strip_rows(strip));
@@ -128,8 +128,8 @@ void multiply_panel(const Linear<T>& l, int64_t strip, int panel, const float* x
         });
 }
 
-template <class T>
-void linear(const Linear<T>& l) {
+template <class T, class Out>
+void linear(const Linear<T, Out>& l) {
     constexpr int PANELS = 4;  // that a thread takes at a time
     constexpr int64_t WORTH_IT = 1 << 20;  // multiply-adds below which the other threads are not woken
     float* x = scratch_floats(size_t(l.rows) * l.k);

@@ -316,6 +316,7 @@ def test_linear_equals_float64_and_rows_stand_alone(
     expected = x.double() @ weight.double().T + (added.double() if added is not None else 0)
     size = x.double().abs() @ weight.double().abs().T + 1  # what rounding is relative to
     assert ((out.double() - expected).abs() <= size * 2e-6 + expected.abs() * ROUNDING[dtype]).all()
+    assert torch.equal(cpu.linear(x, panels, added, torch.float32).to(dtype), out)
     for begin, end in ((0, 1), (rows // 2, rows), (rows // 3, rows // 3 + 7)):
         assert torch.equal(cpu.linear(x[begin:end].contiguous(), panels, added), out[begin:end])
 
