@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def numerics(device: str, dtype: str, *, reproducible: bool) -> str:
+def numerics(device: str, dtype: str, head_dim: int, *, reproducible: bool) -> str:
     """A short description of device, libraries and kernels; ``any`` where a job does not ask for the same bits.
 
     Raises JobError where the reproducible mode is not to be had.
@@ -15,7 +15,8 @@ def numerics(device: str, dtype: str, *, reproducible: bool) -> str:
     from batchrun.kernels import cpu
     from batchrun.ops import backend
 
-    ops = backend(torch.device(device), getattr(torch, dtype), reproducible=True).__name__.rpartition(".")[2]
+    chosen = backend(torch.device(device), getattr(torch, dtype), head_dim, reproducible=True)
+    ops = chosen.__name__.rpartition(".")[2]
     kernels = f" {cpu.version()}" if "native" in ops or "onednn" in ops else ""
     capability = torch.backends.cpu.get_cpu_capability()
     products = "native" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32"

@@ -23,6 +23,7 @@ from batchrun.data.rows import PartialRow, PreparedRow, RowResult, Split
 from batchrun.data.scope import splits_to_do
 from batchrun.data.sink import Output
 from batchrun.data.writer import Writer
+from batchrun.engine.memory import head_dim
 from batchrun.errors import (
     EXIT_OK,
     EXIT_ROW_ERRORS,
@@ -68,7 +69,7 @@ def run_job(job: JobSpec, *, limit: int | None = None, overwrite: bool = False, 
         revision=ready.model.revision,
         dtype=ready.dtype,
         max_model_len=ready.max_model_len,
-        numerics=numerics(ready.device, ready.dtype, reproducible=job.model.reproducible),
+        numerics=numerics(ready.device, ready.dtype, head_dim(ready.model.config), reproducible=job.model.reproducible),
     )
     deadline = None if max_time is None else started + max_time
     with ExitStack() as stack:

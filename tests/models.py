@@ -29,6 +29,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 128,
         }
     },
+    "llama-odd-heads": {"head_dim": 20},  # that the native kernels do not take
     "mistral": {"sliding_window": 20},
     "qwen2": {},
     "qwen3": {"head_dim": 24},

@@ -98,7 +98,7 @@ class Engine:
                 f"engine.device: cuda cannot be used: PyTorch {torch.__version__} needs a newer NVIDIA driver"
             )
         torch_device, torch_dtype = torch.device(device), getattr(torch, dtype)
-        ops = backend(torch_device, torch_dtype, reproducible=self.model_spec.reproducible)
+        ops = backend(torch_device, torch_dtype, config.head_dim, reproducible=self.model_spec.reproducible)
         loader = Loader(open_weights(self.files), torch_dtype, torch_device, ops.pack)
         decoder = Decoder(config, loader, ops, self.max_model_len)
         free = memory.available_memory() if device == "cpu" else _free_gpu_memory(spec.gpu_memory_utilization)

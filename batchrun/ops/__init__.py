@@ -19,8 +19,8 @@ from batchrun.errors import JobError
 from batchrun.kernels import cpu
 
 
-def backend(device: torch.device, dtype: torch.dtype, *, reproducible: bool) -> ModuleType:
-    """The fastest operations for ``device`` and ``dtype``; ``reproducible``: where each row's bits are its own.
+def backend(device: torch.device, dtype: torch.dtype, head_dim: int, *, reproducible: bool) -> ModuleType:
+    """The fastest operations for a model on ``device``; ``reproducible``: where each row's bits are its own.
 
     Raises JobError where there are none.
     """
@@ -28,7 +28,7 @@ def backend(device: torch.device, dtype: torch.dtype, *, reproducible: bool) -> 
         raise JobError(f"model.reproducible is not supported on {device.type}; use engine.device: cpu")
     from batchrun.ops import fixed_onednn_ops, fixed_ops, native_ops, onednn_ops, torch_ops
 
-    if device.type == "cpu" and dtype in cpu.DTYPES and cpu.available():
+    if device.type == "cpu" and cpu.takes(dtype, head_dim) and cpu.available():
         if dtype == torch.bfloat16 and torch_ops.multiplies(dtype):
             return fixed_onednn_ops if reproducible else onednn_ops
         return native_ops

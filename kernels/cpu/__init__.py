@@ -31,6 +31,7 @@ __all__ = [
     "rms_norm",
     "rope_kv_write",
     "silu_mul",
+    "takes",
     "version",
 ]
 
@@ -95,6 +96,11 @@ class Panels:
 def available() -> bool:
     """Whether the kernels can run here; the first call compiles them (seconds) if the cache has none."""
     return build.library() is not None
+
+
+def takes(dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether the kernels are made for a model of ``dtype`` whose heads have ``head_dim`` elements."""
+    return dtype in DTYPES and head_dim % 8 == 0 and 0 < head_dim <= MAX_HEAD_DIM
 
 
 def version() -> str:

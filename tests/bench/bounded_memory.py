@@ -54,7 +54,7 @@ def main() -> None:
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 2_000_000
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
-        model = save_model(root / "model", layers=1, hidden_size=16, intermediate_size=16)
+        model = save_model(root / "model", layers=1, hidden_size=32, intermediate_size=16)
         for rows in (1_000, count):
             seconds, peak, child_peak = run(root, model, rows)
             print(f"{rows:>10,} rows: {seconds:,.0f} s, runner {peak / 1e6:,.0f} MB, feed {child_peak / 1e6:,.0f} MB")

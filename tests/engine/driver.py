@@ -34,9 +34,10 @@ def load_decoder(
 ) -> Decoder:
     """``packed`` False: with plain weights, as where a backend has no layout of its own."""
     files = resolve(str(path))
-    ops = ops or backend(CPU, dtype, reproducible=reproducible)
+    config = model_config(files.config)
+    ops = ops or backend(CPU, dtype, config.head_dim, reproducible=reproducible)
     loader = Loader(open_weights(files), dtype, CPU, **({"pack": ops.pack} if packed else {}))
-    return Decoder(model_config(files.config), loader, ops, MAX_LEN)
+    return Decoder(config, loader, ops, MAX_LEN)
 
 
 def request(
