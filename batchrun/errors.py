@@ -35,7 +35,7 @@ def row_error(kind: RowErrorKind, message: str) -> str:
 
 def without_credentials(text: str) -> str:
     """``text`` without the user names, passwords and queries (signatures, tokens) of the URLs in it."""
-    return re.sub(r"(https?://[^\s?]*)\?[^\s:]*", r"\1", re.sub(r"(?<=://)[^/\s]*@", "", text))
+    return re.sub(r"(?i)(https?://[^\s?]*)\?\S*", r"\1", re.sub(r"(?<=://)[^/\s]*@", "", text))
 
 
 class BatchrunError(Exception):

@@ -121,7 +121,7 @@ def _from_hub(reference: str, revision: str | None, *, weights: bool) -> ModelFi
         folder = _snapshot(reference, match["repo"], revision, [match["file"]])
         if not (folder / match["file"]).is_file():
             raise JobError(f"{reference}: the Hub repository {match['repo']} has no file {match['file']}")
-        return _from_gguf(reference, folder / match["file"], folder.name)
+        return _from_gguf(reference, folder / match["file"], f"{folder.name}/{match['file']}")
     patterns = [*_HUB_METADATA, *(["*.safetensors"] if weights else [])]
     folder = _snapshot(reference, match["repo"] or match["short"], revision, patterns, _HUB_IGNORED)
     return _from_directory(reference, folder, folder.name, weights=weights)

@@ -147,7 +147,7 @@ def make_plan(
             errors[kind] = errors.get(kind, 0) + 1
     scale = rows / len(sample) if sample else 0.0
     notes = [
-        f"{split.file.path}: only {split.n_rows:,} rows can be read: {split.error}" for split in splits if split.error
+        f"{split.file.key}: only {split.n_rows:,} rows can be read: {split.error}" for split in splits if split.error
     ]
     if len(sample) < rows:
         notes.append("rows that are not in the sample are taken to be like those that are")

@@ -12,7 +12,7 @@ import platform
 import sys
 import time
 from collections import Counter, deque
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.metadata import version
@@ -30,10 +30,10 @@ from batchrun.errors import (
     EXIT_STOPPED,
     EXIT_THRESHOLD,
     ROW_ERROR_KINDS,
-    JobError,
     StoppedError,
     ThresholdError,
     row_error,
+    without_credentials,
 )
 from batchrun.job import JobSpec
 from batchrun.model_files import resolve
@@ -186,8 +186,10 @@ class _Run:
             stack.callback(self._close_engine)
             try:
                 self._loop(feed, writer, progress)
-            except (FeedError, JobError):
-                self._save(writer)
+            except Exception as error:
+                if isinstance(error, FeedError) or not isinstance(error, StoppedError | ThresholdError):
+                    with suppress(Exception):  # what went wrong may go wrong again
+                        self._save(writer)
                 raise
 
     def _loop(self, feed: Feed, writer: Writer, progress: Progress) -> None:
@@ -383,7 +385,7 @@ class _Run:
         now = self._snapshot()
         return RunReport(
             name=self.job.name,
-            output=self.job.output.path,
+            output=without_credentials(self.job.output.path),
             exit_code=EXIT_STOPPED,
             total_rows=self._total_rows,
             ok_rows=self.rows_before - self._errors_before + now.rows - now.row_errors,

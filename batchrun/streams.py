@@ -39,7 +39,8 @@ def _outliving(stream: IO[str] | None) -> IO[str]:
         raw = _Unread(stream.fileno(), "wb", closefd=False)
     except io.UnsupportedOperation:
         return stream
-    assert isinstance(stream, io.TextIOWrapper)
+    if not isinstance(stream, io.TextIOWrapper):
+        return stream
     stream.flush()
     return io.TextIOWrapper(
         raw if isinstance(stream.buffer, io.RawIOBase) else io.BufferedWriter(raw),

@@ -197,7 +197,7 @@ def test_a_peer_that_dies_leaves_the_pairs_before_it(
     (note,) = report.notes
     assert note.startswith("vllm failed with exit code 3: Error: out of luck (all of it: ")
     ours, theirs = report.measured
-    assert (len(ours.passes), len(theirs.passes)) == (2, 1)
+    assert (len(ours.passes), len(theirs.passes)) == (3, 1)
     assert theirs.side.name == "vllm 9"
     assert len(json.loads(report.to_json())["ratio"]["pairs"]) == 1
 

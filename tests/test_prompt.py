@@ -128,6 +128,7 @@ def test_templates_render(tokenizer: Tokenizer, template: str, data: dict[str, A
             {},
             "bad_prompt: prompt.template: + makes too large a value",
         ),
+        ("{{ '%999999999d' % 1 }}", {}, "bad_prompt: prompt.template: % makes too large a value"),
         ("{{ 2 ** (10 ** 12) }}", {}, "bad_prompt: prompt.template: ** makes too large a value"),
         (
             "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",

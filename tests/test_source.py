@@ -148,6 +148,9 @@ def test_partition_directories_are_columns(tmp_path: Path) -> None:
     assert numbers(rows_of(tmp_path, columns=["n", "lang"], where=[["lang", "=", "en"]])) == [1]
     assert len(rows_of(tmp_path, where=[["y", ">=", 2]])) == 1
     assert len(rows_of(tmp_path, where=[[["y", "=", 1], ["n", "=", 1], ["lang", "is", None]], [["y", "=", "2"]]])) == 2
+    (tmp_path / "lang=ja" / "own.jsonl").write_text('{"n": 9, "lang": "de"}\n')
+    assert numbers(rows_of(tmp_path, where=[["lang", "=", "de"]])) == [9]
+    assert numbers(rows_of(tmp_path, where=[["lang", "=", "ja"]])) == [0]
     source = Source(InputSpec(path=str(tmp_path), where=[["lang", ">", 3]]))
     with pytest.raises(JobError, match=r"a\.jsonl: .*column 'lang' holds text and is compared with a number"):
         source.check_columns(source.files())

@@ -109,8 +109,10 @@ def test_lasting_failures_end_at_once_and_tell_no_secret(monkeypatch, caplog):
 def test_url_is_shown_without_credentials():
     store = Store("memory://user:hunter22@host/out")
     assert "hunter22" not in f"{store.url}{store!r}{store.path('x')}"
-    shown = without_credentials("https://me:hunter22@host/a.jsonl?sig=hunter22: not there; s3://me:hunter22@b/x?.gz")
-    assert shown == "https://host/a.jsonl: not there; s3://b/x?.gz"
+    shown = without_credentials(
+        "https://me:hunter22@host/a.jsonl?se=10:00&sig=hunter22 not there; s3://me:hunter22@b/x?.gz"
+    )
+    assert shown == "https://host/a.jsonl not there; s3://b/x?.gz"
 
 
 def test_full_disk_is_not_tried_again(tmp_path, monkeypatch):

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from batchrun.bench.breakdown import measure_breakdown
@@ -62,22 +62,19 @@ def run_bench(
         stack.callback(engine.close)
         measured = [Measured(engine)]
         if against is not None:
-            with _noted(notes):
+            try:
                 peer = stack.enter_context(PeerSide(against, python, engine.threads))
                 peer.load(files, dtype, workload)
                 measured.append(Measured(peer))
-        with _noted(notes):
-            for _ in range(pairs or (1 if against is None else _PAIRS)):
-                for each in measured:
+            except PeerError as error:
+                notes.append(str(error))
+        active = list(measured)
+        for _ in range(pairs or (1 if against is None else _PAIRS)):
+            for each in list(active):
+                try:
                     each.passes.append(each.side.run())
+                except PeerError as error:
+                    notes.append(str(error))
+                    active.remove(each)
         shares = measure_breakdown(engine) if breakdown else None
     return Report(workload, [each for each in measured if each.passes], notes, shares)
-
-
-@contextmanager
-def _noted(notes: list[str]) -> Iterator[None]:
-    """A failing peer ends the block and leaves a note."""
-    try:
-        yield
-    except PeerError as error:
-        notes.append(str(error))

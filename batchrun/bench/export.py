@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 import tempfile
 from collections.abc import Callable
@@ -38,7 +39,7 @@ def gguf_file(files: ModelFiles) -> Path:
 
 def _exported(files: ModelFiles, name: str, write: Callable[[ModelFiles, Path], None]) -> Path:
     """What ``write`` made of the model, from the cache or made now; other processes never see it half done."""
-    target = cache_dir() / "bench" / f"{files.revision.rpartition(':')[2]}-{name}"
+    target = cache_dir() / "bench" / f"{re.sub(r'[^A-Za-z0-9.-]', '-', files.revision)}-{name}"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as work:

@@ -180,6 +180,7 @@ class PeerSide:
         try:
             answer: dict[str, Any] = json.loads(line)
         except ValueError:
+            self._failed = True
             raise PeerError(f"{self._kind} failed: {line.strip()[:80]!r} is not what its worker answers") from None
         return answer
 

@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from queue import Queue, SimpleQueue
 
 from batchrun.data.feed import GO_ON, FeedError, Window
+from batchrun.data.files import UnreadableFileError
 from batchrun.data.prompt import PromptBuilder, prefix_order
 from batchrun.data.rows import PreparedRow, Split
 from batchrun.data.source import Source
@@ -47,7 +48,7 @@ def serve(descriptor: int) -> None:
         outbox.put(error)
     except MemoryError:
         outbox.put(FeedError(f"the process that prepares prompts ran out of memory; {GO_ON}"))
-    except OSError as error:
+    except (OSError, UnreadableFileError) as error:
         outbox.put(FeedError(f"the input can no longer be read: {error}; {GO_ON}"))
     except Exception:
         outbox.put(RuntimeError(f"the process that prepares prompts failed:\n{traceback.format_exc()}"))

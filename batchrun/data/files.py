@@ -47,13 +47,13 @@ def filesystem(path: str, options: dict[str, Any]) -> tuple[Any, str]:
 
 def file_format(path: str) -> Format | None:
     """The format that a file's name tells, or None."""
-    name = _without_query(path).lower()
+    name = without_query(path).lower()
     plain = next((name.removesuffix(suffix) for suffix in COMPRESSIONS if name.endswith(suffix)), name)
     kind = _KINDS.get(posixpath.splitext(plain)[1])
     return None if kind == "parquet" and plain != name else kind
 
 
-def _without_query(path: str) -> str:
+def without_query(path: str) -> str:
     """A URL without what follows ``?``, which signs it and changes; in other paths ``?`` is part of a name."""
     return path.partition("?")[0] if path.startswith(("http://", "https://")) else path
 
@@ -116,7 +116,7 @@ def _expand(
     if kind == "file":
         if wanted == "auto" and file_format(inner) is None:
             raise JobError(f"input.path: {path}: its name tells no format; set input.format")
-        yield _input_file(fs, posixpath.basename(_without_query(inner)), _url(fs, inner, path), fs.info(inner))
+        yield _input_file(fs, posixpath.basename(without_query(inner)), _url(fs, inner, path), fs.info(inner))
         return
     matches = {inner: {"type": "directory"}} if kind == "directory" else _glob(fs, inner)
     root = inner if kind == "directory" else _fixed_part(inner)

@@ -8,9 +8,9 @@ absent value satisfies ``is`` alone. A directory's ``column=value`` is a number 
 from __future__ import annotations
 
 import datetime
+import itertools
 import operator
-from collections.abc import Callable
-from copy import copy
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
@@ -52,7 +52,7 @@ class _Condition:
             raise ValueError(self._clash(value, self.value))
         return _COMPARE[self.op](value, self.value)
 
-    def settled(self, text: str | None) -> bool:
+    def holds_of_directory(self, text: str | None) -> bool:
         """Whether it holds of what a directory's name says."""
         values = self.value if self.op in _MEMBER else [self.value]
         wants_number = bool(values) and all(_kind(value) == "a number" for value in values)
@@ -69,21 +69,26 @@ class Where:
         self._any_of = [[_condition(item) for item in group] for group in _groups(filters)]
         self.columns = tuple(dict.fromkeys(c.column for group in self._any_of for c in group))
 
-    def holds(self, row: dict[str, Any]) -> bool:
-        """Whether the row passes; raises ``ValueError`` where a value's type does not compare with the filter's."""
-        return any(all(condition.holds(row) for condition in group) for group in self._any_of)
+    def holds(self, row: dict[str, Any], directories: Mapping[str, str | None]) -> bool:
+        """Whether the row passes, a column that it lacks being what ``directories`` say.
 
-    def settle(self, known: dict[str, str | None]) -> Where | bool:
-        """What is left to ask of the rows of a file whose directories say ``known``; raises as :meth:`holds` does."""
-        left = []
-        for group in self._any_of:
-            if all(condition.settled(known[condition.column]) for condition in group if condition.column in known):
-                left.append([condition for condition in group if condition.column not in known])
-        if not all(left) or not left:
-            return bool(left)
-        rest = copy(self)
-        rest._any_of = left
-        return rest
+        Raises ValueError where a value's type does not compare with the filter's.
+        """
+        return any(
+            all(
+                condition.holds_of_directory(directories[condition.column])
+                if condition.column in directories and condition.column not in row
+                else condition.holds(row)
+                for condition in group
+            )
+            for group in self._any_of
+        )
+
+    def check_directories(self, directories: Mapping[str, str | None]) -> None:
+        """Raises ValueError where what they say does not compare with the filter."""
+        for condition in itertools.chain.from_iterable(self._any_of):
+            if condition.column in directories:
+                condition.holds_of_directory(directories[condition.column])
 
 
 def _number(text: str) -> int | float | str:

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from batchrun.data.compression import DECOMPRESSORS, DamagedError, decompress
-from batchrun.data.files import UnreadableFileError, filesystem
+from batchrun.data.files import UnreadableFileError, filesystem, without_query
 from batchrun.data.json_text import parse_json
 from batchrun.data.rows import Batch, InputFile, Split
 from batchrun.errors import row_error
@@ -86,7 +86,8 @@ def offset_of(split: Split, n_rows: int, options: dict[str, Any]) -> int:
 
 
 def _suffix(path: str) -> str | None:
-    return next((suffix for suffix in DECOMPRESSORS if path.lower().endswith(suffix)), None)
+    name = without_query(path).lower()
+    return next((suffix for suffix in DECOMPRESSORS if name.endswith(suffix)), None)
 
 
 def _chunks(file: InputFile, options: dict[str, Any], offset: int) -> Iterator[bytes]:

@@ -29,7 +29,7 @@ from batchrun.data.rows import InputFile
 from batchrun.data.store import Store
 from batchrun.errors import JobError
 
-FORMAT = 1  # of everything under _batchrun/
+FORMAT = 2  # of everything under _batchrun/
 
 HOME = "_batchrun"
 JOB = f"{HOME}/job.json"

@@ -88,13 +88,10 @@ class Source:
         Raises JobError when the file is not what it was when the split was made.
         """
         hive = hive_columns(split.file.key)
-        where = self._where.settle(hive) if self._where is not None else True
-        if where is False:
-            return
         for batch in self._read(split):
+            if self._where is not None:
+                batch = _filter(batch, self._where, hive)
             batch = _add_columns(batch, hive)
-            if where is not True:
-                batch = _filter(batch, where)
             if self.spec.columns is not None:
                 batch = _project(batch, self.spec.columns)
             if batch.rows:
@@ -154,7 +151,9 @@ class Source:
     def _check_directories(self, file: InputFile) -> None:
         assert self._where is not None
         try:
-            self._where.settle(hive_columns(file.key))
+            directories = hive_columns(file.key)
+            own = [] if self._format(file) == "jsonl" else self._names[file.key]
+            self._where.check_directories({name: text for name, text in directories.items() if name not in own})
         except ValueError as error:
             raise UnreadableFileError(str(error)) from None
 
@@ -252,8 +251,11 @@ def _add_columns(batch: Batch, columns: dict[str, str | None]) -> Batch:
     return replace(batch, table=table)
 
 
-def _filter(batch: Batch, where: Where) -> Batch:
-    """Only the rows that ``where`` keeps, or cannot judge: those stay with an error."""
+def _filter(batch: Batch, where: Where, hive: dict[str, str | None]) -> Batch:
+    """Only the rows that ``where`` keeps, or cannot judge: those stay with an error.
+
+    ``hive`` says what directories tell of a row that does not have the column itself.
+    """
     records: Sequence[dict[str, Any] | None] = batch.records or []
     if batch.table is not None:
         records = to_records(batch.table.select([n for n in where.columns if n in batch.table.column_names]))
@@ -261,7 +263,7 @@ def _filter(batch: Batch, where: Where) -> Batch:
     kept = []
     for index, record in enumerate(records):
         try:
-            if record is None or where.holds(record):
+            if record is None or where.holds(record, hive):
                 kept.append(index)
         except ValueError as error:
             errors[index] = row_error("bad_filter", str(error))

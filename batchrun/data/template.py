@@ -12,6 +12,7 @@ numbers that ``range`` gives in all are bounded. Nothing is computed while a tem
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from functools import reduce
 from typing import Any
@@ -72,7 +73,7 @@ class _RunawayError(Exception):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    intercepted_binops = frozenset({"*", "**", "+"})
+    intercepted_binops = frozenset({"*", "**", "+", "%"})
 
     def getitem(self, obj: Any, argument: Any) -> Any:
         return _usable(argument, super().getitem(obj, argument))
@@ -93,11 +94,20 @@ def _result_size(operator: str, left: Any, right: Any) -> int:
         return size * max(0, right) if operator == "**" else size + by
     if operator == "*" and isinstance(left, int):
         left, right = right, left
+    if operator == "%" and isinstance(left, str | bytes):
+        return _largest_width(left, right)
     if not isinstance(left, str | bytes | list | tuple):
         return 0
     if operator == "*":
         return len(left) * max(0, right) if isinstance(right, int) else 0
     return len(left) + len(right) if isinstance(right, type(left)) else 0
+
+
+def _largest_width(pattern: str | bytes, values: Any) -> int:
+    """The largest number in a ``%`` pattern or, where ``*`` stands for one, among its values."""
+    text = pattern if isinstance(pattern, str) else pattern.decode("latin-1")
+    given = (values if isinstance(values, tuple) else (values,)) if "*" in text else ()
+    return max([0, *map(int, re.findall(r"[0-9]+", text)), *(abs(value) for value in given if isinstance(value, int))])
 
 
 def _range_for_one_row() -> Callable[..., range]:

@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from batchrun.data.files import UnreadableFileError
 from batchrun.data.results import partials_table
-from batchrun.data.rows import PartialRow, RowResult, Split
+from batchrun.data.rows import Batch, PartialRow, RowResult, Split
 from batchrun.data.sink import Output
 from batchrun.data.source import Source
 from batchrun.errors import StoppedError
+
+
+class _Reread:
+    """The input, whose kept columns are read again when a split is committed."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def batches(self, split: Split) -> Iterator[Batch]:
+        try:
+            yield from self._source.batches(split)
+        except (OSError, UnreadableFileError) as error:
+            raise StoppedError(f"{split.file.key}: {error}; its results are kept, run it again to go on") from error
 
 
 class Writer:
@@ -57,10 +71,7 @@ class Writer:
         """Queue the commit of a split whose results were all given."""
 
         def write() -> None:
-            try:
-                self._output.commit_split(split, self._source)
-            except OSError as error:  # of the input, whose kept columns are read again
-                raise StoppedError(f"{split.file.key}: {error}; its results are kept, run it again to go on") from error
+            self._output.commit_split(split, _Reread(self._source))
 
         self._submit(write)
 
@@ -79,7 +90,7 @@ class Writer:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            while self._pending:
+            while self._pending and (kind is None or issubclass(kind, Exception)):  # an interrupt does not wait
                 self._pending.popleft().result()
         finally:
             self._thread.shutdown(wait=True, cancel_futures=True)

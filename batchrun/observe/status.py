@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from batchrun.data.view import OutputView
-from batchrun.errors import JobError
+from batchrun.errors import JobError, without_credentials
 from batchrun.job import load_job
 from batchrun.text import table
 
@@ -74,7 +74,7 @@ def read_status(target: str, overrides: Sequence[str] = ()) -> Status:
     faults = [] if holder is not None else [str(fault) for fault in view.faulty_parts()]
     complete = manifest is not None and manifest.complete and committed.keys() >= {split.number for split in splits}
     return Status(
-        output=path,
+        output=without_credentials(path),
         state="running" if holder else "damaged" if faults else "done" if complete else "stopped",
         holder=None if holder is None else str(holder),
         rows=rows,

@@ -8,6 +8,8 @@
 // many threads computed. A line meets its tiles in the order of their keys, whoever meets them with it.
 #pragma once
 
+#include <omp.h>
+
 #include <algorithm>
 #include <atomic>
 #include <type_traits>
@@ -577,9 +579,10 @@ void attention(const Attention& a, const Q* q, Cache<C> cache, Q* out) {
     Plan plan = make_plan(a);
     size_t n = plan.work.size();
     std::atomic<size_t> unclaimed{0};
+    float* memory = scratch_floats(Scratch::size(a) * a.threads);
 #pragma omp parallel num_threads(a.threads) if (n > 1)
     {
-        Scratch scratch(a, scratch_floats(Scratch::size(a)));
+        Scratch scratch(a, memory + omp_get_thread_num() * Scratch::size(a));
         // A thread claims its next work before it does the current one, whose end fetches the beginning of the next.
         for (size_t current = unclaimed++, next; current < n; current = next) {
             next = unclaimed++;

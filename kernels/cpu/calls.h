@@ -45,6 +45,17 @@ float* scratch_floats(size_t n) {
 
 constexpr int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
+// Runs body(), which may allocate outside of its parallel regions.
+template <class Body>
+const char* guarded(Body body) {
+    try {
+        body();
+        return nullptr;
+    } catch (const std::bad_alloc&) {
+        return refuse("there is no memory left for working space");
+    }
+}
+
 // Calls body(pointer to T) with the type that `is_bf16` names.
 template <class Body>
 void with_type(bool is_bf16, Body body) {

@@ -1,9 +1,10 @@
-// The CPU kernels of batchrun behind a plain C interface: paged attention, RMS norm, SiLU * up, RoPE with KV write.
+// The CPU kernels of batchrun behind a plain C interface: linear layers, paged attention, norms, SiLU * up, and RoPE with
+// KV write.
 //
 // The contract that shapes all of it: the bits of one token's result depend on that token's own inputs and position
 // alone, never on its neighbours in the batch, on how its request was cut into chunks, on where its blocks lie or on
-// the number of threads. So every sum has one fixed order: a dot product runs over the head dimension in ascending
-// order, keys are visited in ascending order in tiles and splits that are aligned to position 0, and register blocking
+// the number of threads. So every sum has one fixed order: a dot product runs over its dimension in ascending order,
+// keys are visited in ascending order in tiles and splits that are aligned to position 0, and register blocking
 // only decides how many such independent chains run side by side. Fused multiply-adds are explicit and the build turns
 // contraction off (-ffp-contract=off), so that no two instances of a template can round differently.
 //
@@ -42,15 +43,16 @@ const char* batchrun_pack(const void* weight, void* panels, int n, int k, bool i
 
 const char* batchrun_linear(const void* x, const void* panels, const void* bias, void* out, int64_t rows, int n, int k,
                             bool is_bf16, bool out_is_bf16, int threads) {
-    with_type(is_bf16, [&](auto* type) {
-        using T = std::remove_pointer_t<decltype(type)>;
-        with_type(out_is_bf16, [&](auto* out_type) {
-            using Out = std::remove_pointer_t<decltype(out_type)>;
-            linear(Linear<T, Out>{static_cast<const T*>(x), static_cast<const T*>(panels), static_cast<const T*>(bias),
-                                  static_cast<Out*>(out), rows, n, k, threads});
+    return guarded([&] {
+        with_type(is_bf16, [&](auto* type) {
+            using T = std::remove_pointer_t<decltype(type)>;
+            with_type(out_is_bf16, [&](auto* out_type) {
+                using Out = std::remove_pointer_t<decltype(out_type)>;
+                linear(Linear<T, Out>{static_cast<const T*>(x), static_cast<const T*>(panels), static_cast<const T*>(bias),
+                                      static_cast<Out*>(out), rows, n, k, threads});
+            });
         });
     });
-    return nullptr;
 }
 
 const char* batchrun_silu_mul(const void* gate_up, void* out, int64_t rows, int n, bool is_bf16, int threads) {
@@ -88,15 +90,16 @@ const char* batchrun_attention(const void* q, const void* k_cache, const void* v
     Attention a{cu_q,     kv_len,   block_table, tokens, n_blocks, rows,  table_width, q_heads,
                 kv_heads, head_dim, block_size,  window, threads,  scale, softcap};
     if (const char* error = check_attention(a)) return error;
-    with_type(is_bf16, [&](auto* type) {
-        using Q = std::remove_pointer_t<decltype(type)>;
-        with_type(cache_is_bf16, [&](auto* cache_type) {
-            using C = std::remove_pointer_t<decltype(cache_type)>;
-            Cache<C> cache{static_cast<const C*>(k_cache), static_cast<const C*>(v_cache)};
-            attention(a, static_cast<const Q*>(q), cache, static_cast<Q*>(out));
+    return guarded([&] {
+        with_type(is_bf16, [&](auto* type) {
+            using Q = std::remove_pointer_t<decltype(type)>;
+            with_type(cache_is_bf16, [&](auto* cache_type) {
+                using C = std::remove_pointer_t<decltype(cache_type)>;
+                Cache<C> cache{static_cast<const C*>(k_cache), static_cast<const C*>(v_cache)};
+                attention(a, static_cast<const Q*>(q), cache, static_cast<Q*>(out));
+            });
         });
     });
-    return nullptr;
 }
 
 }  // extern "C"

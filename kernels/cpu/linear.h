@@ -128,11 +128,11 @@ void multiply_panel(const Linear<T, Out>& l, int64_t strip, int panel, const flo
         });
 }
 
+// Some rows, `x` being room for them.
 template <class T, class Out>
-void linear(const Linear<T, Out>& l) {
-    constexpr int PANELS = 4;  // that a thread takes at a time
+void multiply_rows(const Linear<T, Out>& l, float* x) {
+    constexpr int PANELS = 4;              // that a thread takes at a time
     constexpr int64_t WORTH_IT = 1 << 20;  // multiply-adds below which the other threads are not woken
-    float* x = scratch_floats(size_t(l.rows) * l.k);
     int64_t groups = (l.rows + ROWS - 1) / ROWS;
     int takes = (l.n_panels() + PANELS - 1) / PANELS;
 #pragma omp parallel num_threads(l.threads) if (l.rows * l.n * l.k > WORTH_IT)
@@ -146,6 +146,19 @@ void linear(const Linear<T, Out>& l) {
             int first = int(work % takes) * PANELS, end = std::min(first + PANELS, l.n_panels());
             for (int panel = first; panel < end; ++panel) multiply_panel(l, strip, panel, x + strip * STRIP * l.k);
         }
+    }
+}
+
+template <class T, class Out>
+void linear(const Linear<T, Out>& l) {
+    constexpr int64_t AT_ONCE = 8 * STRIP;  // bounds the working space
+    float* x = scratch_floats(size_t(std::min(l.rows, AT_ONCE)) * l.k);
+    for (int64_t first = 0; first < l.rows; first += AT_ONCE) {
+        Linear<T, Out> some = l;
+        some.x += first * l.k;
+        some.out += first * l.n;
+        some.rows = std::min(AT_ONCE, l.rows - first);
+        multiply_rows(some, x);
     }
 }
 
