@@ -116,7 +116,7 @@ class PeerSide:
 
     def _start(self, python: str) -> subprocess.Popen[str]:
         handle, name = tempfile.mkstemp(prefix=f"batchrun-{self._kind}-", suffix=".log")
-        self._log = Path(name)  # stays if the peer fails
+        self._log = Path(name)  # stays where an error names it
         try:
             return subprocess.Popen(
                 [python, str(Path(peer_worker.__file__)), self._kind],
@@ -180,7 +180,6 @@ class PeerSide:
         try:
             answer: dict[str, Any] = json.loads(line)
         except ValueError:
-            self._failed = True
             raise PeerError(f"{self._kind} failed: {line.strip()[:80]!r} is not what its worker answers") from None
         return answer
 
