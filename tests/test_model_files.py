@@ -246,7 +246,7 @@ class TestHub:
 
     def test_gguf_file_in_a_repository(self, hub: Path) -> None:
         files = resolve("org/tiny/tiny.gguf")
-        assert (files.format, files.revision, files.weights) == ("gguf", COMMIT, (hub / "tiny.gguf",))
+        assert (files.format, files.revision, files.weights) == ("gguf", f"{COMMIT}/tiny.gguf", (hub / "tiny.gguf",))
         assert "no file other.gguf" in refused("org/tiny/other.gguf")
 
     def test_what_is_not_there(self, hub: Path) -> None:
