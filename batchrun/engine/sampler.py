@@ -7,7 +7,7 @@ exceeds :data:`noise.MAX_GUMBEL`, so a token whose logit is further than that be
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,28 +23,24 @@ _PROBE = 16  # most likely tokens whose noise is drawn first, for a score to bea
 _HEAD = 1024  # most likely tokens in which top_p is looked for first
 
 
-def sample(logits: Tensor, rows: Sequence[SampleRow], token_buffer: Tensor) -> Tensor:
+def sample(
+    logits: Tensor, rows: Sequence[SampleRow], token_buffer: Tensor, argmax: Callable[[Tensor], Tensor]
+) -> Tensor:
     """Choose a token for each row.
 
     ``logits`` [S, V] float32 is modified in place. ``token_buffer`` [slots, length] int64 holds each request's tokens
-    up to its row's position. Returns [S] int64 ids on the logits' device, `NO_TOKEN` where logits are not numbers.
+    up to its row's position. ``argmax`` is the device's. Returns [S] int64 ids on the logits' device, `NO_TOKEN` where
+    logits are not numbers (which is how ``argmax`` tells it).
     """
-    broken = logits.isnan().any(dim=-1)
-    logits.masked_fill_(broken[:, None], 0.0)
     for index, row in enumerate(rows):
         _adjust(logits[index], row, token_buffer)
-    best = _first_largest(logits)
+    best = argmax(logits)
     drawn = [index for index, row in enumerate(rows) if not row.params.greedy]
     if drawn:
         at = torch.tensor(drawn, device=logits.device)
-        best[at] = _draw(logits[at], [rows[i] for i in drawn])
-    return best.masked_fill(broken, NO_TOKEN)
-
-
-def _first_largest(logits: Tensor) -> Tensor:
-    """The smallest id among the largest logits of each row [S, V]; ``max`` picks among equals by the shape."""
-    line, token = (logits == logits.amax(dim=-1, keepdim=True)).nonzero(as_tuple=True)
-    return _smallest(line, token, len(logits), logits.shape[1])
+        sound = best[at] != NO_TOKEN
+        best[at] = torch.where(sound, _draw(logits[at], [rows[i] for i in drawn]), best[at])
+    return best
 
 
 def _smallest(line: Tensor, token: Tensor, n_lines: int, above: int) -> Tensor:

@@ -14,10 +14,10 @@ from torch.nn import functional
 from batchrun.ops import torch_ops
 from batchrun.ops.attention_batch import AttentionBatch
 from batchrun.ops.tiles import tiled
-from batchrun.ops.torch_ops import add_rms_norm, pack, rms_norm, rope_kv_write
+from batchrun.ops.torch_ops import add_rms_norm, argmax, pack, rms_norm, rope_kv_write
 from batchrun.weights.formats import Dense
 
-__all__ = ["add_rms_norm", "attention", "linear", "pack", "rms_norm", "rope_kv_write", "silu_mul"]
+__all__ = ["add_rms_norm", "argmax", "attention", "linear", "pack", "rms_norm", "rope_kv_write", "silu_mul"]
 
 _ROWS = 64  # rows of one matrix product
 _ITEMS = 16  # query tiles of one attention call

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from batchrun.kernels import cpu
-from batchrun.kernels.cpu import add_rms_norm, attention, rms_norm, rope_kv_write, silu_mul
+from batchrun.kernels.cpu import add_rms_norm, argmax, attention, rms_norm, rope_kv_write, silu_mul
 from batchrun.weights.formats import Dense
 
-__all__ = ["add_rms_norm", "attention", "linear", "pack", "rms_norm", "rope_kv_write", "silu_mul"]
+__all__ = ["add_rms_norm", "argmax", "attention", "linear", "pack", "rms_norm", "rope_kv_write", "silu_mul"]
 
 
 def pack(weight: Tensor) -> cpu.Panels:

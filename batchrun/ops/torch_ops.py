@@ -44,6 +44,14 @@ def linear(x: Tensor, weight: Dense, bias: Tensor | None = None, dtype: torch.dt
     return product.to(dtype or x.dtype)
 
 
+def argmax(logits: Tensor) -> Tensor:
+    """The first place of the largest of each row of ``logits`` [N, V] float32: int64 [N]; -1 where a row has NaN."""
+    # torch's own argmax picks among equals by the shape. No NaN equals the largest, which is NaN where there is one.
+    line, token = (logits == logits.amax(dim=-1, keepdim=True)).nonzero(as_tuple=True)
+    best = torch.full((len(logits),), logits.shape[1], device=logits.device).scatter_reduce_(0, line, token, "amin")
+    return best.masked_fill(best == logits.shape[1], -1)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last dimension, computed in float32 (Zhang and Sennrich 2019); x's dtype."""
     wide = x.float()

@@ -25,6 +25,7 @@ __all__ = [
     "AttentionBatch",
     "Panels",
     "add_rms_norm",
+    "argmax",
     "attention",
     "available",
     "linear",
@@ -44,6 +45,7 @@ _SIGNATURES = {
     "batchrun_rms_norm": [c_void_p] * 4 + [c_int64, c_int, c_float, c_bool, c_int],
     "batchrun_pack": [c_void_p] * 2 + [c_int, c_int, c_bool, c_int],
     "batchrun_linear": [c_void_p] * 4 + [c_int64, c_int, c_int, c_bool, c_bool, c_int],
+    "batchrun_argmax": [c_void_p] * 2 + [c_int64, c_int, c_int],
     "batchrun_silu_mul": [c_void_p] * 2 + [c_int64, c_int, c_bool, c_int],
     "batchrun_rope_kv_write": [c_void_p] * 3
     + [c_bool, c_void_p, c_bool]
@@ -198,6 +200,15 @@ def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     _require(width % 2 == 0, f"gate_up must be [T, 2I], not {tuple(gate_up.shape)}")
     out = _output("out", out, (tokens, width // 2), gate_up.dtype)
     _call("batchrun_silu_mul", gate_up, out, tokens, width // 2, gate_up.dtype is torch.bfloat16)
+    return out
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """The first place of the largest of each row of ``logits`` [N, V] float32 -> [N] int64; -1 where a row has NaN."""
+    _like("logits", logits, logits.shape, torch.float32)
+    _require(logits.dim() == 2 and logits.shape[1] > 0, f"logits must be [N, V], not {tuple(logits.shape)}")
+    out = torch.empty(len(logits), dtype=torch.int64)
+    _call("batchrun_argmax", logits, out, *logits.shape)
     return out
 
 

@@ -55,6 +55,11 @@ const char* batchrun_linear(const void* x, const void* panels, const void* bias,
     });
 }
 
+const char* batchrun_argmax(const float* x, int64_t* out, int64_t rows, int n, int threads) {
+    argmax_rows(x, out, rows, n, threads);
+    return nullptr;
+}
+
 const char* batchrun_silu_mul(const void* gate_up, void* out, int64_t rows, int n, bool is_bf16, int threads) {
     with_type(is_bf16, [&](auto* type) {
         using T = std::remove_pointer_t<decltype(type)>;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -13,10 +14,14 @@ from torch import Tensor
 from batchrun.engine.batch import SampleRow
 from batchrun.engine.noise import MAX_GUMBEL, gumbel, uniform
 from batchrun.engine.request import noise_key
-from batchrun.engine.sampler import logprobs, sample
+from batchrun.engine.sampler import logprobs
+from batchrun.engine.sampler import sample as sample_with
+from batchrun.ops import torch_ops
 from batchrun.sampling import SamplingParams
 
 VOCAB = 40
+
+sample = partial(sample_with, argmax=torch_ops.argmax)
 
 
 def sample_row(params: SamplingParams, key: int = 0, position: int = 0, **changes: object) -> SampleRow:

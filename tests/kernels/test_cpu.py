@@ -19,6 +19,7 @@ from torch import Tensor
 
 from batchrun.kernels import cpu
 from batchrun.kernels.cpu import build
+from batchrun.ops import torch_ops
 
 
 def has_compiler() -> bool:
@@ -370,6 +371,18 @@ def test_silu_mul_equals_float64_and_rows_stand_alone(dtype: torch.dtype, rows: 
     torch.testing.assert_close(out.double(), gate * gate.sigmoid() * up, rtol=tolerance, atol=1e-9)
     for i in range(0, rows, 11):
         assert torch.equal(cpu.silu_mul(gate_up[i : i + 1])[0], out[i])
+
+
+@needs_kernels
+@given(st.integers(0, 5), st.integers(1, 100), st.integers(0, 99))
+@quick
+def test_argmax_is_the_first_of_the_largest_and_minds_nan(rows: int, width: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    logits = torch.randint(-3, 3, (rows, width)).float().masked_fill(torch.rand(rows, width) < 0.2, -torch.inf)
+    for _ in range(2):
+        assert torch.equal(cpu.argmax(logits), torch_ops.argmax(logits))
+        logits[:1, seed % width] = torch.nan
+    assert (cpu.argmax(logits[:1]) == -1).all()
 
 
 @needs_kernels
