@@ -18,7 +18,7 @@ namespace {
 
 constexpr int COLUMNS = 2 * W, ROWS = REGISTERS == 32 ? 12 : 6;
 constexpr int DEPTH = 512;  // k's whose panel is worked through while it stays in the first-level cache
-constexpr int STRIP = 96;   // rows that meet a panel while it stays in the second-level cache
+constexpr int STRIP = 192;  // rows that meet a panel while it stays in the second-level cache
 static_assert(STRIP % ROWS == 0, "");
 
 template <class T, class Out>
@@ -151,7 +151,7 @@ void multiply_rows(const Linear<T, Out>& l, float* x) {
 
 template <class T, class Out>
 void linear(const Linear<T, Out>& l) {
-    constexpr int64_t AT_ONCE = 8 * STRIP;  // bounds the working space
+    constexpr int64_t AT_ONCE = 4 * STRIP;  // bounds the working space
     float* x = scratch_floats(size_t(std::min(l.rows, AT_ONCE)) * l.k);
     for (int64_t first = 0; first < l.rows; first += AT_ONCE) {
         Linear<T, Out> some = l;
