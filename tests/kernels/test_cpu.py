@@ -33,7 +33,8 @@ needs_kernels = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
 
 DTYPES = [torch.float32, torch.bfloat16]
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
-quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+examples = settings.default.max_examples
+quick = settings(max_examples=examples * 6 // 10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,7 @@ def decoding_families(draw: st.DrawFn) -> Case:
 
 @needs_kernels
 @given(decoding_families())
-@settings(quick, max_examples=40)
+@settings(quick, max_examples=examples * 4 // 10)
 def test_rows_that_begin_alike_keep_their_bits_and_equal_float64(case: Case) -> None:
     together = torch.split(run(case.rows, case.block_size, **case.options), case.lengths)
     for row, out in zip(case.rows, together, strict=True):
