@@ -134,13 +134,7 @@ def preflight(job: JobSpec, *, to_run: bool = False) -> Preflight:
             warnings = _check_columns(job, source, columns, complete=source.is_typed(inputs))
             source.check_columns(inputs)
     with faults.about("engine.device"):
-        try:
-            device = memory.resolve_device(job.engine.device)
-        except JobError as error:
-            if to_run:
-                raise
-            device = "cuda"  # the one that can be named and missing
-            warnings.append(str(error))
+        device = _resolve_device(job, warnings, to_run=to_run)
         memory.resolve_max_num_batched_tokens(job.engine, device)
     with faults.about("model.name_or_path"):
         model = resolve(job.model.name_or_path, job.model.revision, weights=False)
@@ -169,6 +163,17 @@ def preflight(job: JobSpec, *, to_run: bool = False) -> Preflight:
         kv_budget=kv_budget,
         warnings=job.located(warnings),
     )
+
+
+def _resolve_device(job: JobSpec, warnings: list[str], *, to_run: bool) -> memory.Device:
+    """The device that the job runs on; that it is not here is a warning where the job is not ``to_run`` here."""
+    try:
+        return memory.resolve_device(job.engine.device)
+    except JobError as error:
+        if to_run:
+            raise
+        warnings.append(str(error))
+        return "cuda"  # the one that can be named and missing
 
 
 def _check_chat_template(prompt: PromptSpec, model: ModelFiles, tokenizer: Tokenizer) -> None:

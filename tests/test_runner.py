@@ -470,6 +470,25 @@ def test_a_run_whose_storage_fails_says_so_and_can_go_on(
     assert parts_of(tmp_path) == whole
 
 
+def test_what_is_done_is_kept_where_the_engine_fails(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, bytes]
+) -> None:
+    job = write_job(tmp_path, tiny_model, ROWS, **LONG)  # whose checkpoints are far apart
+
+    def fail() -> None:
+        raise RuntimeError("the device is lost")
+
+    with monkeypatch.context() as patch:
+        at_step(patch, 20, fail)
+        with pytest.raises(RuntimeError, match="the device is lost"):
+            submit(job)
+    view = OutputView.at(str(tmp_path / "out"))
+    assert view is not None
+    assert view.partials() or any(view.done_rows().values())
+    assert submit(job) == 0
+    assert parts_of(tmp_path) == whole
+
+
 # ---- per-row sampling, log-probabilities
 
 
