@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from batchrun.errors import JobError
+from batchrun.kernels.machine import cache_dir
 
 _REFERENCE = re.compile(
     r"pypi://(?P<dist>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)(?:==(?P<version>[A-Za-z0-9][A-Za-z0-9.!+_-]*))?"
@@ -30,13 +31,6 @@ _REFERENCE = re.compile(
 _BLOCK = 1 << 20
 
 logger = logging.getLogger(__name__)
-
-
-def cache_dir() -> Path:
-    """Where batchrun keeps what it fetched: ``$BATCHRUN_CACHE``, else ``batchrun`` in the user's cache directory."""
-    if chosen := os.environ.get("BATCHRUN_CACHE"):
-        return Path(chosen).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "batchrun"
 
 
 @dataclass(frozen=True)
@@ -72,11 +66,11 @@ def _entry_path(dist: str, version: str | None, member: str) -> Path:
     """The small file that says which content a reference stands for."""
     name = re.sub(r"[-_.]+", "-", dist).lower()
     key = hashlib.blake2b(f"{name}\0{version or ''}\0{member}".encode(), digest_size=16).hexdigest()
-    return cache_dir() / "wheels" / f"{name}-{key}.json"
+    return Path(cache_dir(), "wheels", f"{name}-{key}.json")
 
 
 def _content_path(sha256: str, name: str) -> Path:
-    return cache_dir() / "files" / sha256 / name
+    return Path(cache_dir(), "files", sha256, name)
 
 
 def _cached(entry: Path) -> WheelFile | None:

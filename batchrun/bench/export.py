@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 from batchrun.errors import JobError
+from batchrun.kernels.machine import cache_dir
 from batchrun.model_files import ModelFiles
 from batchrun.weights.source import StoredTensor, open_weights
-from batchrun.wheel_file import cache_dir
 
 _SAFETENSORS_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
@@ -39,7 +39,7 @@ def gguf_file(files: ModelFiles) -> Path:
 
 def _exported(files: ModelFiles, name: str, write: Callable[[ModelFiles, Path], None]) -> Path:
     """What ``write`` made of the model, from the cache or made now; other processes never see it half done."""
-    target = cache_dir() / "bench" / f"{re.sub(r'[^A-Za-z0-9.-]', '-', files.revision)}-{name}"
+    target = Path(cache_dir(), "bench", f"{re.sub(r'[^A-Za-z0-9.-]', '-', files.revision)}-{name}")
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as work:

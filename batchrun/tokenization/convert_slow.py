@@ -13,8 +13,8 @@ import tempfile
 from pathlib import Path
 
 from batchrun.errors import JobError
+from batchrun.kernels.machine import cache_dir
 from batchrun.model_files import ModelFiles
-from batchrun.wheel_file import cache_dir
 
 _CONVERT = """
 import sys
@@ -31,7 +31,7 @@ def converted(files: ModelFiles) -> Path:
     for name in names:
         content = (folder / name).read_bytes() if (folder / name).is_file() else b""
         key.update(f"{name}\0{len(content)}\0".encode() + content)
-    target = cache_dir() / "tokenizers" / key.hexdigest() / "tokenizer.json"
+    target = Path(cache_dir(), "tokenizers", key.hexdigest(), "tokenizer.json")
     if not target.is_file():
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:

@@ -10,7 +10,6 @@ import ctypes
 import functools
 import hashlib
 import os
-import platform
 import shlex
 import shutil
 import subprocess
@@ -19,6 +18,8 @@ import warnings
 from pathlib import Path
 
 import torch  # noqa: F401  # maps the OpenMP runtime that the library must share, so it comes before the library
+
+from ..machine import cache_dir, describe_cpu
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 HEADERS = sorted(SOURCE.parent.glob("*.h"))
@@ -31,9 +32,6 @@ FLAGS = (
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 )
 COMPILE_SECONDS = 300
-
-_X86_FIELDS = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags")
-_ARM_FIELDS = ("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "Features")
 
 
 class BuildError(Exception):
@@ -61,7 +59,7 @@ def build() -> Path:
     version = _run([*command, "--version"])
     parts = (sources(), repr((command, FLAGS)).encode(), version.encode(), describe_cpu().encode())
     digest = hashlib.blake2b(b"\0".join(parts), digest_size=16).hexdigest()
-    target = cache_dir() / f"kernels-{digest}.so"
+    target = cache_dir() / "native" / f"kernels-{digest}.so"
     if not target.exists():
         _compile(command, target)
     return target
@@ -72,12 +70,6 @@ def sources() -> bytes:
     return b"\0".join(path.read_bytes() for path in (SOURCE, *HEADERS))
 
 
-def cache_dir() -> Path:
-    """Where compiled libraries are kept: ``native`` under $BATCHRUN_CACHE or ~/.cache/batchrun."""
-    root = os.environ.get("BATCHRUN_CACHE")
-    return (Path(root).expanduser() if root else Path.home() / ".cache" / "batchrun") / "native"
-
-
 def find_compiler() -> list[str]:
     """The command of the C++ compiler: $CXX if that is set, else the first of c++, g++ and clang++ on the path."""
     wanted = os.environ.get("CXX")
@@ -86,18 +78,6 @@ def find_compiler() -> list[str]:
         if command and shutil.which(command[0]):
             return command
     raise BuildError(f"no C++ compiler ({f'CXX={wanted}' if wanted else 'c++, g++, clang++'} is not on the path)")
-
-
-def describe_cpu() -> str:
-    """The processor's model and features, which decide what ``-march=native`` means."""
-    description = [platform.system(), platform.machine(), platform.processor()]
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        first = cpuinfo.read_text().split("\n\n", 1)[0]
-        description += [
-            line for line in first.splitlines() if line.split("\t", 1)[0].strip() in _X86_FIELDS + _ARM_FIELDS
-        ]
-    return "\n".join(description)
 
 
 def _compile(command: list[str], target: Path) -> None:
