@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 
 def numerics(device: str, dtype: str, head_dim: int, *, reproducible: bool) -> str:
     """A short description of device, libraries and kernels; ``any`` where a job does not ask for the same bits.
@@ -12,12 +14,21 @@ def numerics(device: str, dtype: str, head_dim: int, *, reproducible: bool) -> s
         return "any"
     import torch
 
-    from batchrun.kernels import cpu
     from batchrun.ops import backend
 
-    chosen = backend(torch.device(device), getattr(torch, dtype), head_dim, reproducible=True)
-    ops = chosen.__name__.rpartition(".")[2]
-    kernels = f" {cpu.version()}" if "native" in ops or "onednn" in ops else ""
+    return describe_operations(
+        backend(torch.device(device), getattr(torch, dtype), head_dim, reproducible=True), device
+    )
+
+
+def describe_operations(ops: ModuleType, device: str) -> str:
+    """A module of `batchrun.ops` with what its results, and their cost, depend on beside the processor's model."""
+    import torch
+
+    from batchrun.kernels import cpu
+
+    name = ops.__name__.rpartition(".")[2]
+    kernels = f" {cpu.version()}" if "native" in name or "onednn" in name else ""
     capability = torch.backends.cpu.get_cpu_capability()
     products = "native" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32"
-    return f"{ops}{kernels} on {device} {capability}, bfloat16 products {products}, torch {torch.__version__}"
+    return f"{name}{kernels} on {device} {capability}, bfloat16 products {products}, torch {torch.__version__}"

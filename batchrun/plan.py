@@ -17,8 +17,11 @@ from typing import Any
 import numpy as np
 
 from batchrun.data.rows import InputFile, PreparedRow, Row, Split
-from batchrun.engine import memory
+from batchrun.engine import memory, step_times
+from batchrun.engine.scheduler import Limits
+from batchrun.engine.step_times import StepTimes
 from batchrun.job import JobSpec
+from batchrun.models.families import model_config
 from batchrun.preflight import Preflight, preflight
 from batchrun.text import format_bytes, format_count, format_duration, table
 
@@ -230,70 +233,150 @@ def shared_tokens(prompts: Sequence[Sequence[int]], block_size: int) -> int:
     return hits
 
 
-def _costs(checked: Preflight, rows: Sequence[PreparedRow], scale: float) -> dict[str, Any]:
-    """The figures of :class:`Plan` that follow from prepared rows, each standing for ``scale`` of the job's."""
-    config, engine = checked.model.config, checked.job.engine
-    width = memory.DTYPE_BYTES[checked.dtype]
-    per_token = memory.kv_bytes_per_token(config, width)
+@dataclass(frozen=True)
+class _Work:
+    """What rows ask of the engine. Tokens are of all rows that the prepared ones stand for."""
+
+    rows: int
+    prompt: int
+    computed: int  # of the prompts: what the prefix cache does not give
+    output: int
+    prompt_pairs: float  # of a computed token and one that it attends to
+    output_pairs: float
+    concurrent: int  # sequences that run at once
+    decode_steps: int
+    steps: int
+
+
+def _work(checked: Preflight, rows: Sequence[PreparedRow], scale: float, limits: Limits) -> _Work:
+    """The work of prepared rows, each standing for ``scale`` of the job's, every one reaching its max_tokens."""
+    engine = checked.job.engine
     lengths = [len(row.token_ids) for row in rows]
     outputs = [min(row.params.max_tokens, checked.max_model_len - len(row.token_ids)) for row in rows if row.params]
     hits = shared_tokens([row.token_ids for row in rows], engine.block_size) if engine.enable_prefix_caching else 0
-    total, output = sum(lengths), sum(outputs)
+    total, output, n = sum(lengths), sum(outputs), max(1, len(rows))
     n_rows = round(len(rows) * scale)
-    prompt_tokens, output_tokens = round(total * scale), round(output * scale)
-    computed = round((total - hits) * scale)
-    seqs = memory.resolve_max_num_seqs(engine, checked.device)
-    own_tokens = max(1.0, (total - hits + output) / max(1, len(rows)))  # of a sequence, beside what it shares
+    per_token = memory.kv_bytes_per_token(checked.model.config, memory.DTYPE_BYTES[checked.dtype])
+    own_tokens = max(1.0, (total - hits + output) / n)  # of a sequence, beside what it shares
     fitting = math.inf if checked.kv_budget is None else checked.kv_budget / per_token / own_tokens
-    concurrent = max(1, int(min(seqs, n_rows, fitting))) if n_rows else 0
-    batch = memory.resolve_max_num_batched_tokens(engine, checked.device)
-    decode_steps = max(math.ceil(output_tokens / max(1, concurrent)), max(outputs, default=0))
-    steps = max(decode_steps, math.ceil((computed + output_tokens) / batch)) if n_rows else 0
-    context = (total + output / 2) / max(1, len(rows))
-    seconds, basis = _time(checked, computed + output_tokens, output_tokens, steps, context)
+    concurrent = max(1, int(min(limits.max_num_seqs, n_rows, fitting))) if n_rows else 0
+    computed, generated = round((total - hits) * scale), round(output * scale)
+    decode_steps = max(math.ceil(generated / max(1, concurrent)), max(outputs, default=0))
+    return _Work(
+        rows=n_rows,
+        prompt=round(total * scale),
+        computed=computed,
+        output=generated,
+        prompt_pairs=computed * (total + hits) / 2 / n,
+        output_pairs=generated * (total + output / 2) / n,
+        concurrent=concurrent,
+        decode_steps=decode_steps,
+        steps=max(decode_steps, math.ceil((computed + generated) / limits.max_num_batched_tokens)) if n_rows else 0,
+    )
+
+
+def _costs(checked: Preflight, rows: Sequence[PreparedRow], scale: float) -> dict[str, Any]:
+    """The figures of :class:`Plan` that follow from prepared rows, each standing for ``scale`` of the job's."""
+    config, width = checked.model.config, memory.DTYPE_BYTES[checked.dtype]
+    times = _step_times(checked)
+    limits = memory.resolve_limits(checked.job.engine, checked.device, times)
+    work = _work(checked, rows, scale, limits)
+    per_token = memory.kv_bytes_per_token(config, width)
+    seconds, basis = None, "no measure of this device"
+    if times is not None:
+        seconds = _measured_seconds(checked, work, limits, times)
+        basis = "steps of this model as they were measured here, and its attention worked out"
+    elif checked.device == "cpu":
+        seconds, basis = _roofline(checked, work)
     return {
-        "prompts": TokenCounts.of(lengths) if lengths else None,
-        "prefix_share": hits / max(1, total),
-        "prompt_tokens": prompt_tokens,
-        "output_tokens": output_tokens,
+        "prompts": TokenCounts.of([len(row.token_ids) for row in rows]) if rows else None,
+        "prefix_share": 1 - work.computed / max(1, work.prompt),
+        "prompt_tokens": work.prompt,
+        "output_tokens": work.output,
         "weight_bytes": memory.weight_bytes(config, width),
         "kv_bytes_per_token": per_token,
-        "kv_needed": round((total - hits + output) * scale) * per_token,
-        "concurrent": concurrent,
-        "steps": steps,
+        "kv_needed": (work.computed + work.output) * per_token,
+        "concurrent": work.concurrent,
+        "steps": work.steps,
         "seconds": seconds,
         "basis": basis,
     }
 
 
-def _time(checked: Preflight, tokens: int, sampled: int, steps: int, context: float) -> tuple[float | None, str]:
+def expect(checked: Preflight, rows: Sequence[PreparedRow], total: int) -> tuple[float, float] | None:
+    """Tokens of a row and tokens in a second, of a run of ``total`` rows that are like ``rows``.
+
+    Every row is taken to reach its max_tokens. None where nothing was measured that tells.
+    """
+    good = [row for row in rows if row.error is None]
+    times = _step_times(checked)
+    if not good or times is None:
+        return None
+    limits = memory.resolve_limits(checked.job.engine, checked.device, times)
+    work = _work(checked, good, total / len(rows), limits)
+    tokens = work.computed + work.output
+    return tokens / total, tokens / _measured_seconds(checked, work, limits, times)
+
+
+def _step_times(checked: Preflight) -> StepTimes | None:
+    """What an engine on this processor measured of this model, if one ever did."""
+    if checked.device != "cpu":
+        return None
+    job = checked.job
+    return step_times.load(step_times.subject(job.model, job.engine, model_config(checked.model.config), checked.dtype))
+
+
+def _measured_seconds(checked: Preflight, work: _Work, limits: Limits, times: StepTimes) -> float:
+    """Seconds of the steps that will run: prompts in steps as full as can be, outputs in steps of all that run.
+
+    To these, what was not measured: a token that attends to another takes 4 operations for each element of its query,
+    at the rate of the linear layers, or the reading of a key and a value from memory where that takes longer.
+    """
+    config = checked.model.config
+    full = min(limits.max_num_batched_tokens, max(1, work.computed))
+    decoding = work.output / max(1, work.decode_steps)
+    steps = work.computed / full * times.seconds(full, 0) + work.decode_steps * times.seconds(decoding, decoding)
+    flops = 4 * int(config["num_hidden_layers"]) * int(config["num_attention_heads"]) * memory.head_dim(config)
+    largest = max(times.layers)
+    flops_rate = 2 * memory.parameter_count(config)[0] * largest / times.layers[largest]
+    read = memory.kv_bytes_per_token(config, memory.DTYPE_BYTES[checked.dtype])
+    return (
+        steps
+        + work.prompt_pairs * flops / flops_rate
+        + work.output_pairs * max(flops / flops_rate, read / _memory_rate())
+    )
+
+
+def _roofline(checked: Preflight, work: _Work) -> tuple[float, str]:
     """Seconds by the simplest roofline, and what it rests on.
 
-    Each token multiplies by every matrix once and attends to ``context`` tokens; each sampled token by the LM head;
-    each step reads the weights once. The slower of arithmetic and memory counts.
+    Each token multiplies by every matrix once and attends to those before it; each sampled token by the LM head; each
+    step reads the weights once. The slower of arithmetic and memory counts.
     """
-    if checked.device != "cpu":
-        return None, "no measure of this device"
     config = checked.model.config
     matrices, _ = memory.parameter_count(config)
     head = int(config["vocab_size"]) * int(config["hidden_size"])
     attention = 2 * int(config["num_hidden_layers"]) * int(config["num_attention_heads"]) * memory.head_dim(config)
-    flops = 2 * (tokens * (matrices + attention * context) + sampled * head)
-    flops_rate, bytes_rate = _measure()
+    pairs = work.prompt_pairs + work.output_pairs
+    flops = 2 * ((work.computed + work.output) * matrices + attention * pairs + work.output * head)
     weights = memory.weight_bytes(config, memory.DTYPE_BYTES[checked.dtype])
-    seconds = max(flops / flops_rate, steps * weights / bytes_rate)
+    flops_rate = _matmul_rate()
+    seconds = max(flops / flops_rate, work.steps * weights / _memory_rate())
     basis = f"{format_count(flops)} FLOP at the {flops_rate / 1e9:,.0f} GFLOP/s of a float32 matmul measured here"
     return seconds, basis
 
 
-def _measure() -> tuple[float, float]:
-    """This CPU's float32 matmul rate in FLOP/s and memory rate in bytes/s, each the best of about 0.1 s."""
+def _matmul_rate() -> float:
+    """This CPU's float32 matmul rate in FLOP/s, the best of about 0.1 s."""
     m, k, n = _PROBE_SHAPE
     a, b = np.ones((m, k), np.float32), np.ones((k, n), np.float32)
+    return 2 * m * k * n / _best(lambda: a @ b)
+
+
+def _memory_rate() -> float:
+    """This CPU's memory rate in bytes/s, the best of about 0.1 s."""
     big = np.ones(8 << 20, np.float32)
-    multiply = _best(lambda: a @ b)
-    copy = _best(lambda: big.copy())
-    return 2 * m * k * n / multiply, 2 * big.nbytes / copy
+    return 2 * big.nbytes / _best(lambda: big.copy())
 
 
 def _best(work: Any) -> float:

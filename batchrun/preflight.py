@@ -135,7 +135,7 @@ def preflight(job: JobSpec, *, to_run: bool = False) -> Preflight:
             source.check_columns(inputs)
     with faults.about("engine.device"):
         device = _resolve_device(job, warnings, to_run=to_run)
-        memory.resolve_max_num_batched_tokens(job.engine, device)
+        memory.resolve_limits(job.engine, device)
     with faults.about("model.name_or_path"):
         model = resolve(job.model.name_or_path, job.model.revision, weights=False)
         with faults.about("model.name_or_path"):

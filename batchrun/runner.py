@@ -40,6 +40,7 @@ from batchrun.model_files import resolve
 from batchrun.numerics import numerics
 from batchrun.observe.progress import Progress, Snapshot
 from batchrun.observe.report import RunReport, summary
+from batchrun.plan import expect
 from batchrun.preflight import Preflight, preflight
 from batchrun.signals import StopSignals
 
@@ -51,6 +52,7 @@ _OPEN_SPLITS = 2  # splits in work at once: the next one fills the engine while 
 _OPEN_ROWS = 10_000  # or, of small splits, as many as hold these rows
 _MAX_RESULTS = 20_000  # finished rows, and log-probabilities of theirs, that make a checkpoint due,
 _MAX_LOGPROBS = 200_000  # however young the last one is
+_EXPECTED_ROWS = 512  # of the first window, that the first ETA is judged by
 _IDLE_SECONDS = 0.2  # how long to wait for prompts while the engine has nothing to do
 _PACKAGES = ("torch", "transformers", "tokenizers", "pyarrow")
 
@@ -81,7 +83,7 @@ def run_job(job: JobSpec, *, limit: int | None = None, overwrite: bool = False, 
         run.work()
         report = run.report(time.monotonic() - started)
         if not run.stopped:
-            manifest = output.finish(_describe_run(ready, limit))
+            manifest = output.finish(_describe_run(ready, limit) | run.describe_steps())
             report = replace(
                 report,
                 total_rows=manifest.rows,
@@ -202,7 +204,7 @@ class _Run:
                 self.stopped = True
                 return
             busy = self._engine is not None and self._engine.has_work
-            self._take_windows(feed, 0.0 if busy else _IDLE_SECONDS)
+            self._take_windows(feed, progress, 0.0 if busy else _IDLE_SECONDS)
             if self._engine is not None:
                 for request in self._engine.step():
                     self._finish_row(request)
@@ -225,13 +227,18 @@ class _Run:
             self._open[split.number] = _OpenSplit(split)
             feed.request(split, self._done.pop(split.number, ()))
 
-    def _take_windows(self, feed: Feed, timeout: float) -> None:
+    def _take_windows(self, feed: Feed, progress: Progress, timeout: float) -> None:
         """Take prepared rows in while the engine has fewer than it could run."""
         while self._engine is None or self._engine.hungry:
             window = feed.poll(timeout)
             if window is None:
                 return
+            begins = self._engine is None
             self._take(window)
+            if begins and self._engine is not None:
+                rows = window.rows[:_EXPECTED_ROWS]
+                if expected := expect(self.ready, rows, self._total_rows - self.rows_before):
+                    progress.expect(*expected)
             timeout = 0.0
 
     def _take(self, window: Window) -> None:
@@ -380,6 +387,13 @@ class _Run:
             "running": now.running,
             "waiting": now.waiting,
         }
+
+    def describe_steps(self) -> dict[str, int]:
+        """The bounds of the engine's steps, for the manifest; none where every row had been done before."""
+        if self._engine is None:
+            return {}
+        limits = self._engine.limits
+        return {"max_num_seqs": limits.max_num_seqs, "max_num_batched_tokens": limits.max_num_batched_tokens}
 
     def report(self, seconds: float) -> RunReport:
         now = self._snapshot()

@@ -82,7 +82,7 @@ def test_faults_of_the_file_are_one_per_line(job: Path) -> None:
         ("model.max_model_len=513", "model.max_model_len: 513 is above the model's context of 512 tokens"),
         ("engine.kv_cache_memory=4KiB", "engine.kv_cache_memory: 4.0 KiB cannot hold one sequence"),
         ("engine.kv_cache_memory=100TiB", "engine.kv_cache_memory: 100.0 TiB is more than the memory there is"),
-        ("engine.max_num_batched_tokens=3", "engine.max_num_batched_tokens: 3 is below max_num_seqs"),
+        ("engine={max_num_batched_tokens: 3, max_num_seqs: 4}", "max_num_batched_tokens: 3 is below max_num_seqs (4)"),
         ("output.path=/dev/null/out", "output.path: /dev/null/out cannot be written: /dev/null is no directory"),
         ("input.path=odd://me:SECRET@host/rows.jsonl", "--set input.path: odd://host/rows.jsonl: Protocol not known"),
         ("input.columns=[id, txet]", "input.columns: column 'txet' is not in the input; did you mean text?"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,8 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchrun.data.rows import PreparedRow
+from batchrun.engine import step_times
+from batchrun.engine.step_times import StepTimes
 from batchrun.job import load_job
-from batchrun.plan import TokenCounts, make_plan, shared_tokens
+from batchrun.model_files import resolve
+from batchrun.models.families import model_config
+from batchrun.plan import TokenCounts, expect, make_plan, shared_tokens
+from batchrun.preflight import preflight
+from batchrun.sampling import SamplingParams
 from tests.jobs import write_job, write_rows
 
 
@@ -87,6 +95,60 @@ def test_a_small_job_is_planned_exactly(shared_job: Path) -> None:
     assert "100 in 1 files" in text
     assert "2 errors (1 missing_value, 1 unreadable_row)" in text
     assert "32 to 63" in text
+
+
+@pytest.fixture
+def measured(shared_job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StepTimes:
+    """As if an engine had measured the job's model on this processor: 1 ms a step and 10 us a token."""
+    monkeypatch.setattr(step_times, "cache_dir", lambda: tmp_path / "cache")
+    job = load_job(shared_job)
+    config = model_config(resolve(job.model.name_or_path).config)
+    times = StepTimes(
+        subject=step_times.subject(job.model, job.engine, config, "float32"),
+        operations="any",
+        threads=1,
+        layers={size: 1e-3 + size * 1e-5 for size in (16, 64, 4096)},
+        head={16: 2e-3, 1024: 2e-3},
+    )
+    times.save()
+    return times
+
+
+def test_time_is_that_of_the_steps_that_were_measured(shared_job: Path, measured: StepTimes) -> None:
+    plan = make_plan(load_job(shared_job))
+    assert "as they were measured here" in plan.basis
+    assert plan.seconds is not None
+    prompts = round(plan.prompt_tokens * (1 - plan.prefix_share))
+    decode_steps = math.ceil(plan.output_tokens / plan.concurrent)
+    linear = 1e-3 + prompts * 1e-5 + decode_steps * 3e-3 + plan.output_tokens * 1e-5
+    assert linear < plan.seconds < linear + 0.1  # attention over 50 tokens
+    slower = measured.model_copy(update={"layers": {size: 100 * t for size, t in measured.layers.items()}})
+    slower.save()
+    slow = make_plan(load_job(shared_job)).seconds
+    assert slow is not None
+    assert slow > 50 * linear
+    for other in ("engine.num_threads=1", "model.dtype=bfloat16", "model.reproducible=true"):
+        assert "as they were measured here" not in make_plan(load_job(shared_job, [other])).basis
+
+
+def test_a_plan_is_of_the_steps_that_an_engine_will_choose(shared_job: Path, measured: StepTimes) -> None:
+    measured.model_copy(update={"layers": {16: 1e-3, 128: 1e-3, 256: 1e-1}}).save()
+    job = load_job(shared_job, ["engine.kv_cache_memory=64MiB", "input.split_rows=1000"])
+    write_rows(shared_job.parent / "rows.jsonl", [{"id": i, "text": f"row {i:03d}"} for i in range(300)])
+    assert make_plan(job).concurrent == 128
+    assert make_plan(load_job(shared_job, ["engine.max_num_seqs=7"])).concurrent == 7
+
+
+def test_what_a_run_expects_is_what_its_plan_says(shared_job: Path, measured: StepTimes) -> None:
+    checked = preflight(load_job(shared_job))
+    rows = [PreparedRow(i, [1] * 40 + [i] * 8, SamplingParams(max_tokens=8)) for i in range(50)]
+    expected = expect(checked, [*rows, PreparedRow(50, error="missing_value: x")], 51)
+    assert expected is not None
+    tokens, rate = expected
+    assert tokens == pytest.approx((32 + 50 * 16 + 50 * 8) / 51)
+    assert 51 * tokens / rate > 1e-5 * 51 * tokens  # more than the layers alone
+    assert expect(checked, [PreparedRow(0, error="missing_value: x")], 1) is None
+    assert expect(checked, [], 0) is None
 
 
 def test_without_prefix_caching_nothing_is_shared(shared_job: Path) -> None:

@@ -45,6 +45,20 @@ def test_eta_of_nothing_and_of_no_speed() -> None:
     assert eta_seconds(1000, 50) == 20
 
 
+def test_the_first_eta_is_the_plans_and_gives_way_to_what_is_seen() -> None:
+    clock, stream = Clock(), io.StringIO()
+    with Progress(100, stream=stream, clock=clock) as progress:
+        clock.now = 20.0  # the model took so long to load
+        progress.expect(tokens_per_row=50, tokens_per_second=100)
+        progress.update(Snapshot(rows=0, running=4))
+        clock.now = 60.0
+        progress.update(Snapshot(rows=10, prompt_tokens=400, finished_tokens=400, running=4))
+    first, later = stream.getvalue().splitlines()[:2]
+    assert "ETA 50s" in first
+    assert " 10+0 tok/s" in later
+    assert "ETA 6m" in later
+
+
 @given(
     rows=st.integers(0, 1000),
     more=st.integers(0, 1000),

@@ -1,6 +1,6 @@
 """The engine: continuous batching over a paged, prefix-sharing KV cache.
 
-============  ======================================================================================
+============  ===========================================================================================
 `engine`      the loop, and `Engine` for Python users
 `request`     what passes through it: requests, steps, what a step gives back (no torch)
 `scheduler`   which tokens of which request run in the next step (no torch)
@@ -10,5 +10,6 @@
 `sampler`     logits to tokens and log-probabilities; `noise`: their randomness
 `stop`        when a request ends, and its text
 `memory`      what a model needs of a machine (no torch)
-============  ======================================================================================
+`step_times`  how long steps take here, by their size, kept on disk (no torch); `calibrate` measures them
+============  ===========================================================================================
 """

@@ -16,9 +16,11 @@ from batchrun.data.rows import TokenLogprob
 from batchrun.engine import memory
 from batchrun.engine.batch import build_batch
 from batchrun.engine.blocks import BlockPool
+from batchrun.engine.calibrate import step_times
 from batchrun.engine.executor import Executor
 from batchrun.engine.request import NO_TOKEN, Request, Step, StepOutput, noise_key
 from batchrun.engine.scheduler import KVGroup, Limits, Scheduler
+from batchrun.engine.step_times import subject
 from batchrun.engine.stop import finish_reason, output_text
 from batchrun.errors import JobError
 from batchrun.faults import describe_arguments, unknown_name
@@ -88,25 +90,26 @@ class Engine:
 
     def _load(self) -> None:
         spec, raw = self.spec, self.files.config
-        config = model_config(raw)
         device = memory.resolve_device(spec.device)
         dtype = memory.resolve_dtype(self.model_spec.dtype, device)
         self.max_model_len = memory.resolve_max_model_len(raw, self.model_spec)
-        bytes_per_token = memory.kv_bytes_per_token(raw, memory.DTYPE_BYTES[dtype])
         if device == "cuda" and not torch.cuda.is_available():
             raise JobError(
                 f"engine.device: cuda cannot be used: PyTorch {torch.__version__} needs a newer NVIDIA driver"
             )
         torch_device, torch_dtype = torch.device(device), getattr(torch, dtype)
-        ops = backend(torch_device, torch_dtype, config.head_dim, reproducible=self.model_spec.reproducible)
-        loader = Loader(open_weights(self.files), torch_dtype, torch_device, ops.pack)
-        decoder = Decoder(config, loader, ops, self.max_model_len)
+        decoder = self._decoder(torch_device, torch_dtype)
+        bytes_per_token = memory.kv_bytes_per_token(raw, memory.DTYPE_BYTES[dtype])
         free = memory.available_memory() if device == "cpu" else _free_gpu_memory(spec.gpu_memory_utilization)
         budget = memory.kv_budget(
             spec, device, bytes_per_token=bytes_per_token, max_model_len=self.max_model_len, free=free
         )
         n_blocks = budget // (bytes_per_token * spec.block_size)
-        max_num_seqs = memory.resolve_max_num_seqs(spec, device)
+        num_threads = None if spec.num_threads == "auto" else min(spec.num_threads, os.cpu_count() or 1)
+        times = None
+        if device == "cpu" and "auto" in (spec.max_num_seqs, spec.max_num_batched_tokens):
+            times = step_times(decoder, subject(self.model_spec, spec, decoder.config, dtype), num_threads)
+        limits = memory.resolve_limits(spec, device, times)
         try:
             self.executor = Executor(
                 decoder,
@@ -114,18 +117,22 @@ class Engine:
                 dtype=torch_dtype,
                 n_blocks=n_blocks,
                 block_size=spec.block_size,
-                max_num_seqs=max_num_seqs,
+                max_num_seqs=limits.max_num_seqs,
                 max_model_len=self.max_model_len,
-                num_threads=None if spec.num_threads == "auto" else min(spec.num_threads, os.cpu_count() or 1),
+                num_threads=num_threads,
             )
         except (MemoryError, RuntimeError, ValueError):  # as NumPy and torch say that an array is too large
             raise JobError(
                 f"engine.kv_cache_memory: {format_bytes(budget)} cannot be allocated; set it lower, "
                 "or engine.max_num_seqs"
             ) from None
-        limits = Limits(max_num_seqs, memory.resolve_max_num_batched_tokens(spec, device), spec.enable_prefix_caching)
         groups = [KVGroup(window) for window in decoder.windows]
         self.scheduler = Scheduler(groups, [BlockPool(n_blocks, spec.block_size) for _ in groups], limits)
+
+    def _decoder(self, device: torch.device, dtype: torch.dtype) -> Decoder:
+        config = model_config(self.files.config)
+        ops = backend(device, dtype, config.head_dim, reproducible=self.model_spec.reproducible)
+        return Decoder(config, Loader(open_weights(self.files), dtype, device, ops.pack), ops, self.max_model_len)
 
     # ---- requests
 
@@ -173,7 +180,7 @@ class Engine:
     @property
     def hungry(self) -> bool:
         """Whether fewer requests wait than could run at once."""
-        return len(self.scheduler.waiting) < self.scheduler.limits.max_num_seqs
+        return len(self.scheduler.waiting) < self.limits.max_num_seqs
 
     def step(self) -> list[Request]:
         """Launch the next step, then settle the one before it, which ran meanwhile; returns what finished."""
@@ -217,6 +224,11 @@ class Engine:
     def unfinished(self) -> list[Request]:
         """Requests that were added and have not finished, running ones first."""
         return [*self.scheduler.running, *self.scheduler.waiting]
+
+    @property
+    def limits(self) -> Limits:
+        """What bounds a step: as set, or as chosen for this machine."""
+        return self.scheduler.limits
 
     def stats(self) -> EngineStats:
         scheduler, counters = self.scheduler, self.scheduler.counters

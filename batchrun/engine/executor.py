@@ -51,8 +51,8 @@ class Executor:
         for window in model.windows:
             shape = (config.windows.count(window), n_blocks, config.n_kv_heads, block_size, config.head_dim)
             self.caches.append(KVCache(_zeros(shape, dtype, device), _zeros(shape, dtype, device)))
-        self.tokens = torch.zeros(max_num_seqs, max_model_len, dtype=torch.int64, device=device)
-        self._stream = ThreadPoolExecutor(1, "executor", initializer=_use_threads, initargs=(num_threads,))
+        self.tokens = _zeros((max_num_seqs, max_model_len), torch.int64, device)
+        self._stream = ThreadPoolExecutor(1, "executor", initializer=use_threads, initargs=(num_threads,))
 
     def launch(self, batch: Batch) -> Future[StepOutput]:
         """Queue a step behind those launched before."""
@@ -97,7 +97,7 @@ class Executor:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A pool of zeros (masked positions meet a product with zero); on a CPU its pages are free until written."""
+    """Zeros (masked positions of a KV pool meet a product with them); on a CPU their pages are free until written."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     count = math.prod(shape) * dtype.itemsize
@@ -110,6 +110,7 @@ def _present(entries: Sequence[TokenLogprob | None]) -> list[TokenLogprob]:
     return [entry for entry in entries if entry is not None]
 
 
-def _use_threads(count: int | None) -> None:
+def use_threads(count: int | None) -> None:
+    """Bound the CPU threads of operations that the calling thread runs; None: leave them as they are."""
     if count is not None:
         torch.set_num_threads(count)

@@ -1,4 +1,5 @@
-"""What a model needs of a machine: KV bytes, context length, numbers and device, worked out from plain configuration.
+"""What a model needs of a machine: KV bytes, context length, numbers, device and size of a step, worked out from plain
+configuration.
 
 The engine sizes its pool with these functions and ``batchrun plan`` predicts it with the same ones, so this module
 imports no torch. A configuration is the dictionary of a Hugging Face ``config.json`` (a GGUF file's is translated).
@@ -17,8 +18,11 @@ from typing import Any, Literal
 
 import psutil
 
+from batchrun.engine.scheduler import Limits
+from batchrun.engine.step_times import StepTimes
 from batchrun.errors import JobError
 from batchrun.job import EngineSpec, ModelSpec
+from batchrun.kernels.machine import describe_cpu
 from batchrun.text import format_bytes
 
 Device = Literal["cpu", "cuda"]
@@ -33,6 +37,11 @@ _CPU_KV_SHARE = 0.25
 _CPU_ONE_SEQUENCE_SHARE = 0.75  # an automatic budget grows this far to hold one whole sequence
 _MAX_NUM_SEQS = {"cpu": 256, "cuda": 1024}
 _MAX_NUM_BATCHED_TOKENS = {"cpu": 3072, "cuda": 16384}
+_SEQS_CHOICES = (128, 256, 512, 1024)
+_SEQS_TOLERANCE = 0.03  # of the least time for a token: less is noise
+_TOKENS_CHOICES = (1024, 2048, 3072, 4096)
+_TOKENS_TOLERANCE = 0.02
+_TOKENS_PER_SEQUENCE = 2  # that an automatic bound leaves at least, so that prompts come in while all sequences run
 _ROPE_ALREADY_SCALED = {"default", "llama3", "longrope", "su", "mrope"}
 
 
@@ -76,11 +85,8 @@ def resolve_dtype(dtype: str, device: str) -> str:
         return dtype
     if device == "cuda":
         return "bfloat16"
-    try:
-        flags = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="ignore")
-    except OSError:
-        return "float32"
-    return "bfloat16" if "amx_bf16" in flags or "avx512_bf16" in flags else "float32"
+    description = describe_cpu()
+    return "bfloat16" if "amx_bf16" in description or "avx512_bf16" in description else "float32"
 
 
 def head_dim(config: Config) -> int:
@@ -149,24 +155,43 @@ def resolve_max_model_len(config: Config, spec: ModelSpec) -> int:
     return spec.max_model_len
 
 
-def resolve_max_num_seqs(spec: EngineSpec, device: Device) -> int:
-    """Most sequences that run at once."""
-    return _MAX_NUM_SEQS[device] if spec.max_num_seqs == "auto" else spec.max_num_seqs
+def resolve_limits(spec: EngineSpec, device: Device, times: StepTimes | None = None) -> Limits:
+    """The bounds of a step: those that are set, and for ``auto`` the defaults, or what ``times`` show to be faster.
 
-
-def resolve_max_num_batched_tokens(spec: EngineSpec, device: Device) -> int:
-    """Most tokens that one step computes.
-
-    Raises JobError where it is less than one for each running sequence.
+    Raises JobError where both are set and a step has less than one token for each running sequence.
     """
-    if spec.max_num_batched_tokens == "auto":
-        return max(_MAX_NUM_BATCHED_TOKENS[device], resolve_max_num_seqs(spec, device))
-    if spec.max_num_batched_tokens < (running := resolve_max_num_seqs(spec, device)):
+    most, budget = spec.max_num_seqs, spec.max_num_batched_tokens
+    seqs = _choose_seqs(_MAX_NUM_SEQS[device], times) if most == "auto" else most
+    if most == "auto" and budget != "auto":
+        seqs = max(1, min(seqs, budget // _TOKENS_PER_SEQUENCE))
+    if budget == "auto":
+        tokens = max(_choose_tokens(_MAX_NUM_BATCHED_TOKENS[device], times), _TOKENS_PER_SEQUENCE * seqs)
+    elif budget >= seqs:
+        tokens = budget
+    else:
         raise JobError(
-            f"engine.max_num_batched_tokens: {spec.max_num_batched_tokens} is below max_num_seqs ({running}): every "
+            f"engine.max_num_batched_tokens: {budget} is below max_num_seqs ({seqs}): every "
             "running sequence takes at least one token of a step"
         )
-    return spec.max_num_batched_tokens
+    return Limits(seqs, tokens, spec.enable_prefix_caching)
+
+
+def _choose_seqs(default: int, times: StepTimes | None) -> int:
+    if times is None:
+        return default
+    return _fastest({n: times.seconds(n, n) / n for n in _SEQS_CHOICES}, default, _SEQS_TOLERANCE)
+
+
+def _choose_tokens(default: int, times: StepTimes | None) -> int:
+    if times is None:
+        return default
+    return _fastest({n: times.seconds(n, 0) / n for n in _TOKENS_CHOICES}, default, _TOKENS_TOLERANCE)
+
+
+def _fastest(costs: Mapping[int, float], default: int, tolerance: float) -> int:
+    """``default`` unless its cost is beyond ``tolerance`` of the least; then the smallest size that is within."""
+    near = [size for size, cost in costs.items() if cost <= min(costs.values()) * (1 + tolerance)]
+    return default if default in near else min(near)
 
 
 def total_memory() -> int:

@@ -101,26 +101,42 @@ class Decoder:
 
         Writes the tokens' keys and values into ``caches``, which with ``groups`` stand in the order of `windows`.
         """
-        ops, config = self.ops, self.config
-        scale = config.head_dim**-0.5
         residual = self.embedding.rows(ids)
-        hidden: Tensor = ops.rms_norm(residual, self.layers[0].input_norm, config.norm_eps)
+        hidden: Tensor = self.ops.rms_norm(residual, self.layers[0].input_norm, self.config.norm_eps)
         following = [layer.input_norm for layer in self.layers[1:]] + [self.norm]
         for layer, next_norm in zip(self.layers, following, strict=True):
-            batch, cache = groups[layer.group], caches[layer.group]
+            cache = caches[layer.group]
             keys, values = cache.keys[layer.place], cache.values[layer.place]
-            qkv = ops.linear(hidden, layer.qkv.weight, layer.qkv.bias)
-            q = ops.rope_kv_write(
-                qkv, self.cos_sin, positions, batch.slots, keys, values,
-                q_norm=layer.q_norm, k_norm=layer.k_norm, eps=config.norm_eps,
-            )  # fmt: skip
-            attended = ops.attention(q, keys, values, batch, scale=scale, window=layer.window)
-            hidden = ops.linear(attended.flatten(1), layer.output.weight, layer.output.bias)
-            hidden = ops.add_rms_norm(hidden, residual, layer.mlp_norm, config.norm_eps)
-            gated = ops.silu_mul(ops.linear(hidden, layer.gate_up.weight, layer.gate_up.bias))
-            hidden = ops.linear(gated, layer.down.weight, layer.down.bias)
-            hidden = ops.add_rms_norm(hidden, residual, next_norm, config.norm_eps)
+            hidden = self.run_layer(layer, next_norm, hidden, residual, positions, groups[layer.group], keys, values)
         return hidden
+
+    def run_layer(
+        self,
+        layer: Layer,
+        next_norm: Tensor,
+        hidden: Tensor,
+        residual: Tensor,
+        positions: Tensor,
+        batch: AttentionBatch,
+        keys: Tensor,
+        values: Tensor,
+    ) -> Tensor:
+        """One layer, from its normed input ``hidden`` [T, H] to that of the next, whose norm is ``next_norm``.
+
+        Adds to ``residual`` [T, H] in place and writes the layer's own ``keys`` and ``values``.
+        """
+        ops, eps = self.ops, self.config.norm_eps
+        qkv = ops.linear(hidden, layer.qkv.weight, layer.qkv.bias)
+        q = ops.rope_kv_write(
+            qkv, self.cos_sin, positions, batch.slots, keys, values, q_norm=layer.q_norm, k_norm=layer.k_norm, eps=eps
+        )
+        attended = ops.attention(q, keys, values, batch, scale=self.config.head_dim**-0.5, window=layer.window)
+        hidden = ops.linear(attended.flatten(1), layer.output.weight, layer.output.bias)
+        hidden = ops.add_rms_norm(hidden, residual, layer.mlp_norm, eps)
+        gated = ops.silu_mul(ops.linear(hidden, layer.gate_up.weight, layer.gate_up.bias))
+        hidden = ops.linear(gated, layer.down.weight, layer.down.bias)
+        normed: Tensor = ops.add_rms_norm(hidden, residual, next_norm, eps)
+        return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [N, V] float32 of hidden states [N, H]."""

@@ -23,7 +23,8 @@ _LINE_SECONDS = 15.0
 _BAR_SECONDS = 0.5
 _UNSIZED_COLUMNS = 120
 _RATE_SECONDS = 60.0  # rates are those of the last minute
-_PRIOR_ROWS = 8.0  # how many finished rows the plan's estimate of tokens per row weighs as much as
+_PRIOR_ROWS = 8.0  # how many finished rows the plan's estimate of tokens per row weighs as much as,
+_PRIOR_SECONDS = 15.0  # and until when its estimate of tokens per second stands for what is not seen yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,6 @@ class Progress:
     """Shows snapshots of a run on ``stream`` (a terminal gets a bar). A context manager.
 
     ``total_rows`` counts all rows of the job and ``rows_before`` those that an earlier run finished.
-    ``tokens_per_row`` is the plan's estimate, if there is one.
     """
 
     def __init__(
@@ -82,7 +82,6 @@ class Progress:
         total_rows: int,
         *,
         rows_before: int = 0,
-        tokens_per_row: float | None = None,
         name: str = "batchrun",
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -90,7 +89,8 @@ class Progress:
         self._rows_before = rows_before
         self._rows_here = total_rows - rows_before
         self._total_rows = total_rows
-        self._tokens_per_row = tokens_per_row
+        self._tokens_per_row: float | None = None
+        self._tokens_per_second = 0.0
         self._name = name
         self._stream = stream or sys.stderr
         self._clock = clock
@@ -110,6 +110,11 @@ class Progress:
                 ncols=None if sized else _UNSIZED_COLUMNS,
                 bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} rows [{elapsed}{postfix}]",
             )
+
+    def expect(self, tokens_per_row: float, tokens_per_second: float) -> None:
+        """What the plan says of a run that begins now: it counts as long as little has been seen."""
+        self._tokens_per_row, self._tokens_per_second = tokens_per_row, tokens_per_second
+        self._window = deque([(self._clock(), self._last)])
 
     def update(self, now: Snapshot) -> None:
         """Take note of ``now``; shown at most every half second (a bar) or 15 seconds (lines)."""
@@ -152,11 +157,18 @@ class Progress:
             (self._last.completion_tokens - before.completion_tokens) / seconds,
         )
 
+    def _expected_rate(self, moment: float, seen: float) -> float:
+        """Tokens per second to come: those seen, with the plan's in place of what is missing of the first seconds."""
+        seconds = moment - self._window[0][0]
+        if self._tokens_per_second == 0 or seconds >= _PRIOR_SECONDS:
+            return seen
+        return (seen * seconds + self._tokens_per_second * (_PRIOR_SECONDS - seconds)) / _PRIOR_SECONDS
+
     def _details(self, moment: float) -> str:
         now = self._last
         prompt_rate, output_rate = self._rates(moment)
         left = tokens_left(now, self._rows_here, self._tokens_per_row)
-        eta = eta_seconds(left, prompt_rate + output_rate)
+        eta = eta_seconds(left, self._expected_rate(moment, prompt_rate + output_rate))
         parts = [
             f"{format_count(now.prompt_tokens)}+{format_count(now.completion_tokens)} tok",
             f"{format_count(prompt_rate)}+{format_count(output_rate)} tok/s",
