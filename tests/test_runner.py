@@ -723,4 +723,5 @@ def test_nothing_secret_is_recorded(tmp_path: Path, tiny_model: Path, monkeypatc
     assert len(files) > 4
     assert not [path for path in files if b"hunter2" in path.read_bytes()]
     run = json.loads((tmp_path / "out" / MANIFEST_COPY).read_text())["run"]
-    assert set(run) == {"job", "limit", "model", "device", "machine", "versions"}
+    steps = {"max_num_seqs", "max_num_batched_tokens"}
+    assert set(run) == {"job", "limit", "model", "device", "machine", "versions"} | steps
