@@ -15,10 +15,11 @@ from batchrun.bench.breakdown import measure_breakdown
 from batchrun.bench.engine_side import EngineSide
 from batchrun.bench.peers import PeerError, PeerSide
 from batchrun.bench.report import Measured, Report
-from batchrun.bench.workload import bench_job, read_workload
+from batchrun.bench.workload import Workload, bench_job, read_workload
 from batchrun.engine.memory import resolve_device, resolve_dtype, resolve_max_model_len
 from batchrun.errors import JobError
-from batchrun.model_files import resolve
+from batchrun.job import EngineSpec, ModelSpec
+from batchrun.model_files import ModelFiles, resolve
 
 _PAIRS = 3
 
@@ -56,25 +57,44 @@ def run_bench(
     files = resolve(spec.name_or_path, spec.revision)
     longest = resolve_max_model_len(files.config, spec)
     workload = read_workload(job, files, longest, limit=limit, temperature=temperature, top_p=top_p)
+    passes = pairs or (1 if against is None else _PAIRS)
+    return measure(files, spec, engine_spec, workload, against, python, pairs=passes, breakdown=breakdown)
+
+
+def measure(
+    files: ModelFiles,
+    model: ModelSpec,
+    engine: EngineSpec,
+    workload: Workload,
+    against: str | None = None,
+    peer_python: str = sys.executable,
+    *,
+    pairs: int,
+    breakdown: bool = False,
+) -> Report:
+    """Load batchrun and, where one is named, the peer, and let both pass over ``workload`` by turns, ``pairs`` times.
+
+    ``model.dtype`` is a dtype, not ``auto``. A peer that is not there or fails costs a note.
+    """
     notes: list[str] = []
     with ExitStack() as stack:
-        engine = EngineSide(files, spec, engine_spec, workload)
-        stack.callback(engine.close)
-        measured = [Measured(engine)]
+        side = EngineSide(files, model, engine, workload)
+        stack.callback(side.close)
+        measured = [Measured(side)]
         if against is not None:
             try:
-                peer = stack.enter_context(PeerSide(against, python, engine.threads))
-                peer.load(files, dtype, workload)
+                peer = stack.enter_context(PeerSide(against, peer_python, side.threads))
+                peer.load(files, model.dtype, workload)
                 measured.append(Measured(peer))
             except PeerError as error:
                 notes.append(str(error))
         active = list(measured)
-        for _ in range(pairs or (1 if against is None else _PAIRS)):
+        for _ in range(pairs):
             for each in list(active):
                 try:
                     each.passes.append(each.side.run())
                 except PeerError as error:
                     notes.append(str(error))
                     active.remove(each)
-        shares = measure_breakdown(engine) if breakdown else None
+        shares = measure_breakdown(side) if breakdown else None
     return Report(workload, [each for each in measured if each.passes], notes, shares)

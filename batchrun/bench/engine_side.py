@@ -43,7 +43,17 @@ class EngineSide:
             "dtype": model.dtype,
             "threads": self.threads,
             "reproducible": model.reproducible,
-            "max_num_seqs": self.engine.scheduler.limits.max_num_seqs,
+            **self._engine_settings(),
+        }
+
+    def _engine_settings(self) -> dict[str, Any]:
+        scheduler = self.engine.scheduler
+        return {
+            "operations": self.engine.executor.model.ops.__name__.rpartition(".")[2],
+            "max_num_seqs": scheduler.limits.max_num_seqs,
+            "max_num_batched_tokens": scheduler.limits.max_num_batched_tokens,
+            "kv_cache_tokens": min(pool.n_usable * pool.block_size for pool in scheduler.pools),
+            "enable_prefix_caching": scheduler.limits.enable_prefix_caching,
         }
 
     def run(self) -> Pass:

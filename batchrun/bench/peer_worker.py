@@ -40,6 +40,13 @@ def peak_memory() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def batch_sizes(settings: dict[str, Any], workload: dict[str, Any]) -> list[int]:
+    """The static batches to try: up to all rows, and no more tokens at once than ``batch_tokens`` (for memory)."""
+    longest = max(map(sum, zip(map(len, workload["prompts"]), workload["max_tokens"])))  # noqa: B905
+    count = min(len(workload["prompts"]), max(1, settings["batch_tokens"] // longest))
+    return sorted({*(size for size in settings["static_batches"] if size < count), count})
+
+
 class Transformers:
     """Static batches of prompts of like length, at the batch size that a short trial finds fastest."""
 
@@ -57,8 +64,7 @@ class Transformers:
 
     def choose(self) -> dict[str, Any]:
         """Find the batch size. Its trials are neither loading nor measured."""
-        count = len(self.workload["prompts"])
-        sizes = [size for size in self.settings["static_batches"] if size <= count] or [count]
+        sizes = batch_sizes(self.settings, self.workload)
         rates = {}
         for size in sizes if len(sizes) > 1 else ():
             start = time.perf_counter()

@@ -61,7 +61,7 @@ PEERS = {
     "transformers": Peer(
         install="pip install transformers torch",
         reads="directory",
-        settings={"static_batches": [16, 32, 64, 128], "trial_tokens": 8},
+        settings={"static_batches": [1, 4, 16, 32, 64, 128, 256, 512], "batch_tokens": 65_536, "trial_tokens": 8},
         environment=_plain_environment,
     ),
     "vllm": Peer(

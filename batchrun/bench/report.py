@@ -79,7 +79,7 @@ class Report:
             {
                 "workload": self.workload.summary(),
                 "sides": [each.summary(self.workload) for each in self.measured],
-                "ratio": self._ratio(),
+                "ratio": self.ratio(),
                 "breakdown": self.breakdown,
                 "notes": self.notes,
             },
@@ -89,7 +89,7 @@ class Report:
     def describe(self) -> str:
         return "\n".join([self._sides(), "", table(self._lines()), *(f"  {note}" for note in self.notes)])
 
-    def _ratio(self) -> dict[str, Any] | None:
+    def ratio(self) -> dict[str, Any] | None:
         """batchrun's output tokens per second over the peer's, of the pairs of passes that both finished."""
         if len(self.measured) < 2:
             return None
@@ -131,7 +131,7 @@ class Report:
             (each.side.name, ", ".join(f"{name} {value}" for name, value in each.side.settings.items()))
             for each in self.measured
         ]
-        if ratio := self._ratio():
+        if ratio := self.ratio():
             n = len(ratio["pairs"])
             held = "too few for a 95% interval"
             if ratio["interval"]:
