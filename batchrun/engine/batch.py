@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,8 +16,7 @@ from batchrun.ops.attention_batch import AttentionBatch
 from batchrun.sampling import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class SampleRow:
+class SampleRow(NamedTuple):
     """A row of logits that becomes a token."""
 
     slot: int  # row of the token buffer
@@ -51,12 +53,13 @@ class Batch:
 def build_batch(step: Step, block_size: int, n_groups: int) -> Batch:
     """Lay out a step. Cost is linear in tokens and in the blocks of its rows; nothing here touches the device."""
     rows = step.rows
-    starts = np.fromiter((row.start for row in rows), np.int64, len(rows))
-    counts = np.fromiter((row.n for row in rows), np.int64, len(rows))
-    ends = np.cumsum(counts)
+    starts = np.array([row.start for row in rows])
+    counts = np.array([row.n for row in rows])
+    ends = counts.cumsum()
+    firsts = ends - counts
     row_of_token = np.repeat(np.arange(len(rows)), counts)
-    positions = np.arange(int(ends[-1])) - (ends - counts)[row_of_token] + starts[row_of_token]
-    buffer_rows = np.fromiter((row.request.slot for row in rows), np.int64, len(rows))
+    positions = np.arange(int(ends[-1])) - (firsts - starts)[row_of_token]
+    buffer_rows = np.array([row.request.slot for row in rows])
     cu_q = torch.from_numpy(np.concatenate(([0], ends)).astype(np.int32))
     kv_len = torch.from_numpy((starts + counts).astype(np.int32))
     groups = []
@@ -69,16 +72,18 @@ def build_batch(step: Step, block_size: int, n_groups: int) -> Batch:
         token_rows=torch.from_numpy(buffer_rows[row_of_token]),
         positions=torch.from_numpy(positions),
         groups=groups,
-        logit_rows=torch.from_numpy(np.asarray([e - 1 for e, row in zip(ends, rows, strict=True) if row.samples], int)),
+        logit_rows=torch.from_numpy(ends[[row.samples for row in rows]] - 1),
         samples=[_sample_row(row.request, row.start + row.n) for row in rows if row.samples],
-        scored=[_scored_row(row, int(end) - row.n) for row, end in zip(rows, ends, strict=True)],
+        scored=[_scored_row(row, first) for row, first in zip(rows, firsts.tolist(), strict=True)],
     )
 
 
-def _block_table(held: list[list[int]]) -> np.ndarray:
-    table = np.zeros((len(held), max(map(len, held))), np.int32)
-    for line, blocks in zip(table, held, strict=True):
-        line[: len(blocks)] = blocks
+def _block_table(held: Sequence[array[int]]) -> np.ndarray:
+    """Rows of block ids [B, P] int32, filled up with zeros."""
+    lengths = np.array([len(blocks) for blocks in held])
+    width = int(lengths.max())
+    table = np.zeros((len(held), width), np.int32)
+    table[np.arange(width) < lengths[:, None]] = np.frombuffer(b"".join(held), np.int32)
     return table
 
 

@@ -41,9 +41,12 @@ class Request:
     state: State = State.WAITING
     slot: int = -1  # row of the device's token buffer while running
     incarnation: int = 0  # counts preemptions: what a step in flight did for an earlier one is not published
-    blocks: list[list[int]] = field(default_factory=list)  # per KV group, in order of position
+    blocks: list[array[int]] = field(default_factory=list)  # per KV group, in order of position; typecode "i"
     published: int = 0  # leading blocks that were offered to the prefix cache
     hashes: list[bytes] = field(default_factory=list)  # chained hashes of the leading full blocks of tokens
+    turn: int = 0  # place in the queue while waiting
+    expected: int = 0  # leading blocks that it will look for in the prefix cache, while waiting
+    awaited: bytes = b""  # content of its prompt that another request was computing when last looked at
     cached: int = 0  # tokens that the prefix cache supplied at the last admission
     finish_reason: str | None = None
     error: str | None = None  # why it failed, in place of an answer
@@ -63,18 +66,13 @@ class Request:
     def output_ids(self) -> list[int]:
         return self.tokens[self.n_prompt :]
 
-    @property
-    def exhausted(self) -> bool:
-        """Every token it may have is known or in flight."""
-        return self.known >= self.max_total
-
     def block_hashes(self, count: int, block_size: int) -> list[bytes]:
-        """Chained hashes of the first ``count`` full blocks of known tokens (extended lazily, kept)."""
+        """Chained hashes of at least the first ``count`` full blocks of known tokens (extended lazily, kept)."""
         while len(self.hashes) < count:
             begin = len(self.hashes) * block_size
             parent = self.hashes[-1] if self.hashes else b""
             self.hashes.append(hash_block(parent, self.tokens[begin : begin + block_size]))
-        return self.hashes[:count]
+        return self.hashes
 
 
 def hash_block(parent: bytes, tokens: list[int]) -> bytes:

@@ -8,7 +8,9 @@ an earlier step still writes there is overwritten before it is read. Only public
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import repeat
 
@@ -52,17 +54,24 @@ class Scheduler:
         self.pools = pools
         self.limits = limits
         self.block_size = pools[0].block_size
-        self.waiting: deque[Request] = deque()
+        self.waiting: deque[Request] = deque()  # in order of their turns
         self.running: list[Request] = []  # in order of admission: the newest is preempted first
         self.counters = Counters()
         self._slots = list(range(limits.max_num_seqs - 1, -1, -1))
-        self._computing: dict[bytes, Request] = {}  # first unpublished prompt block -> who computes it
+        self._computing: dict[bytes, Request] = {}  # content of unpublished prompt blocks -> who computes it
+        self._windowed = [(index, group.window) for index, group in enumerate(groups) if group.window is not None]
+        self._refused: Request | None = None  # waits for room, of which no more has come since it was looked for
+        self._first_turn = 0  # below those of all that wait
+        self._last_turn = 0  # above them
         self._lengths: deque[int] = deque(maxlen=_LENGTH_SAMPLES)
         self._expected_output: int | None = None  # tokens; None: too few requests have finished to tell
 
     # ---- what the engine calls
 
     def add(self, request: Request) -> None:
+        """Queue a request. The order of prefixes is best: the cache then serves most with the least memory."""
+        self._last_turn += 1
+        self._expect(request, self._likely_hit(request), self._last_turn)
         self.waiting.append(request)
 
     @property
@@ -72,35 +81,35 @@ class Scheduler:
     def schedule(self) -> Step | None:
         """The next step, or None when nothing can run before a step in flight has settled."""
         rows: list[StepRow] = []
-        preempted = self._continue_running(rows)
-        admitted = [] if preempted else self._admit(rows)
+        admitted = self._admit(rows, self._continue_running(rows))
         if not rows:
             return None
         self.counters.steps += 1
-        self.counters.computed_tokens += sum(row.n for row in rows)
+        self.counters.computed_tokens += sum([row.n for row in rows])
         return Step(rows, admitted)
 
     def settle(self, step: Step, output: StepOutput) -> list[Request]:
         """Append what ``step`` sampled and publish the blocks that it filled; returns the requests that sampled."""
         sampled = []
-        position = 0
+        results = zip(output.token_ids, output.logprobs, strict=True)
         for row, scored in zip(step.rows, output.prompt_logprobs, strict=True):
             request = row.request
-            if request.state is not State.FINISHED:
+            live = request.finish_reason is None
+            if live and scored:
                 request.prompt_logprobs.extend(scored[max(0, len(request.prompt_logprobs) - row.start) :])
+            if live and row.start + row.n >= (request.published + 1) * self.block_size:
                 self._publish(row)
             if not row.samples:
                 continue
-            token, logprob = output.token_ids[position], output.logprobs[position]
-            position += 1
+            token, logprob = next(results)
             request.pending -= 1
-            if request.state is State.FINISHED:
+            if not live:
                 continue  # the token after its last one
             request.tokens.append(token)
-            self.counters.output_tokens += 1
             if logprob is not None:
                 request.logprobs.append(logprob)
             sampled.append(request)
+        self.counters.output_tokens += len(sampled)
         return sampled
 
     def finish(self, request: Request, reason: str) -> None:
@@ -112,6 +121,7 @@ class Scheduler:
             self._vacate(request)
         elif request.state is State.WAITING:
             self.waiting.remove(request)
+            self._withdraw(request)
         request.state = State.FINISHED
         request.finish_reason = reason
 
@@ -127,6 +137,8 @@ class Scheduler:
         if not self.running:
             return False
         request = self.running.pop()
+        self._first_turn -= 1
+        self._expect(request, min(request.published, self._lookups(request)), self._first_turn)
         self._vacate(request)
         request.computed = 0
         request.published = 0
@@ -137,43 +149,44 @@ class Scheduler:
 
     # ---- running requests
 
-    def _continue_running(self, rows: list[StepRow]) -> bool:
-        """Rows of running requests, oldest first; True when one had to be preempted to make room."""
-        decodes = sum(1 for r in self.running if r.known - r.computed == 1 and not r.exhausted)
-        prefill_budget = self.limits.max_num_batched_tokens - decodes
+    def _continue_running(self, rows: list[StepRow]) -> int:
+        """Rows of running requests, oldest first; returns the tokens that admissions may take.
+
+        Each has one token of the budget, and the oldest that miss more have what is left. Where a request had to be
+        preempted to make room, none is left for admissions.
+        """
+        spare = self.limits.max_num_batched_tokens - len(self.running)
         preempted = False
-        index = 0
-        while index < len(self.running):
-            request = self.running[index]
-            index += 1
-            missing = request.known - request.computed
-            count = missing if missing <= 1 else min(missing, prefill_budget)
-            if count <= 0 or request.exhausted:
+        for request in self.running:  # a preemption takes the last of them
+            known = request.known
+            missing = known - request.computed
+            if missing <= 0 or known >= request.max_total:
                 continue
-            while not self._grow(request, request.computed + count):
+            count = min(missing, 1 + spare)
+            spare -= count - 1
+            length = request.computed + count
+            while length > len(request.blocks[0]) * self.block_size and not self._grow(request, length):
                 self.preempt_newest()
                 preempted = True
                 if request.state is State.WAITING:
-                    return True
-            if missing > 1:
-                prefill_budget -= count
-            rows.append(self._advance(request, count))
-        return preempted
+                    return 0
+            rows.append(self._advance(request, count, known))
+        return 0 if preempted else spare
 
-    def _advance(self, request: Request, count: int) -> StepRow:
+    def _advance(self, request: Request, count: int, known: int) -> StepRow:
+        """The row that computes the next ``count`` of a request's ``known`` tokens."""
         start = request.computed
-        request.computed += count
-        samples = request.computed == request.known and not request.exhausted
+        request.computed = start + count
+        samples = start + count == known < request.max_total
         if samples:
             request.pending += 1
-        self._free_passed(request, start)
+        if self._windowed:
+            self._free_passed(request, start)
         return StepRow(request, start, count, samples, request.incarnation)
 
     def _grow(self, request: Request, length: int) -> bool:
-        """Hold blocks for ``length`` tokens; False when a pool has too few."""
+        """Hold blocks for ``length`` tokens, which are more than it has blocks for; False when a pool has too few."""
         missing = -(-length // self.block_size) - len(request.blocks[0])
-        if missing <= 0:
-            return True
         if any(pool.n_free < missing for pool in self.pools):
             return False
         for held, pool in zip(request.blocks, self.pools, strict=True):
@@ -185,65 +198,74 @@ class Scheduler:
 
         The step's rows write before they read, so a block that this row still reads must not be handed out.
         """
-        for held, pool, group in zip(request.blocks, self.pools, self.groups, strict=True):
-            if group.window is None:
-                continue
-            index = max(0, start - group.window + 1) // self.block_size - 1
+        for group, window in self._windowed:
+            held = request.blocks[group]
+            index = max(0, start - window + 1) // self.block_size - 1
             while index >= 0 and held[index] != 0:
-                pool.release([held[index]])
+                self.pools[group].release([held[index]])
                 held[index] = 0
                 index -= 1
+                self._refused = None
 
     def _vacate(self, request: Request) -> None:
         for held, pool in zip(request.blocks, self.pools, strict=True):
             pool.release(held)
+        self._release_claims(request, request.published, len(request.hashes))
         request.blocks = []
         self._slots.append(request.slot)
         request.slot = -1
         request.incarnation += 1
-        self._release_claim(request)
+        self._refused = None
 
     # ---- admission
 
-    def _admit(self, rows: list[StepRow]) -> list[Request]:
+    def _admit(self, rows: list[StepRow], budget: int) -> list[Request]:
+        """Let waiting requests run, as many as slots, blocks and ``budget`` tokens allow; adds their rows."""
         admitted: list[Request] = []
-        if not self.waiting or not self._slots:
-            return admitted
-        budget = self.limits.max_num_batched_tokens - sum(row.n for row in rows)
-        promised = [sum(map(self._missing_blocks, self.running, repeat(index))) for index in range(len(self.pools))]
         passed_over: list[Request] = []
+        promised: list[int] = []
         while self.waiting and self._slots and budget > 0 and len(passed_over) < _ADMISSION_LOOKAHEAD:
+            if self.waiting[0] is self._refused:
+                break
             request = self.waiting.popleft()
-            if request.pending or self._prefix_in_progress(request):
+            hit = None if request.pending else self._hit_to_take(request)
+            if hit is None:
                 passed_over.append(request)
                 continue
-            if not self._try_admit(request, budget, promised, alone=not self.running):
-                passed_over.append(request)
+            promised = promised or self._promised()
+            if not self._try_admit(request, hit, budget, promised):
+                self._refused = request
+                self.waiting.appendleft(request)
                 break
             admitted.append(request)
-            row = self._advance(request, min(request.known - request.computed, budget))
+            known = request.known
+            row = self._advance(request, min(known - request.computed, budget), known)
             rows.append(row)
             budget -= row.n
         self.waiting.extendleft(reversed(passed_over))
         return admitted
 
-    def _try_admit(self, request: Request, budget: int, promised: list[int], *, alone: bool) -> bool:
-        """Give the request cached blocks, a slot and blocks for its first chunk, if it fits.
+    def _promised(self) -> list[int]:
+        """Per pool, the blocks that running requests are expected to take on top of those that they hold."""
+        return [sum(map(self._missing_blocks, self.running, repeat(index))) for index in range(len(self.pools))]
 
-        ``promised`` counts, per pool, the blocks that running requests are expected to take later; it is kept up.
+    def _try_admit(self, request: Request, hit: int, budget: int, promised: list[int]) -> bool:
+        """Give the request its ``hit`` cached blocks, a slot and blocks for its first chunk, if it fits.
+
+        ``promised`` is kept up. What running requests are expected to take is left to them.
         """
-        hit = self._longest_hit(request)
         first_chunk = min(len(request.tokens) - hit * self.block_size, budget)
         now = -(-(hit * self.block_size + first_chunk) // self.block_size) - hit
         revived = [self._hit_blocks(request, hit, index) for index in range(len(self.pools))]
         for index, (pool, blocks) in enumerate(zip(self.pools, revived, strict=True)):
-            held = [block for block in blocks if block]
-            room = pool.n_free - sum(map(pool.is_free, held))
-            later = max(now, self._expected_blocks(request, index) - len(held))
-            if room < now or (not alone and room - promised[index] < later):
+            cached = [block for block in blocks if block]
+            room = pool.n_free - sum(map(pool.is_free, cached))
+            later = max(now, self._expected_blocks(request, index) - len(cached))
+            if room < now or (self.running and room - promised[index] < later):
                 return False
         for pool, blocks in zip(self.pools, revived, strict=True):
             pool.share(block for block in blocks if block)
+        self._withdraw(request)
         request.blocks = revived
         for held, pool in zip(request.blocks, self.pools, strict=True):
             held.extend(pool.allocate(now))
@@ -281,11 +303,13 @@ class Scheduler:
         # Scored prompt positions must be computed, so a request that scores its prompt takes no hit.
         return self.limits.enable_prefix_caching and request.params.prompt_logprobs is None
 
+    def _lookups(self, request: Request) -> int:
+        """Leading blocks that the prefix cache may supply: at least one token is left to compute."""
+        return (len(request.tokens) - 1) // self.block_size if self._cacheable(request) else 0
+
     def _longest_hit(self, request: Request) -> int:
-        """Leading blocks that every group can supply. At least one token is left to compute."""
-        if not self._cacheable(request):
-            return 0
-        count = (len(request.tokens) - 1) // self.block_size
+        """Leading blocks that every group can supply."""
+        count = self._lookups(request)
         hashes = request.block_hashes(count, self.block_size)
         while True:
             before = count
@@ -314,46 +338,109 @@ class Scheduler:
             return 0
         return max(0, n_blocks * self.block_size - group.window + 1) // self.block_size
 
-    def _hit_blocks(self, request: Request, hit: int, index: int) -> list[int]:
+    def _hit_blocks(self, request: Request, hit: int, index: int) -> array[int]:
         first = self._first_visible(self.groups[index], hit)
         pool = self.pools[index]
         found = [pool.lookup(content) for content in request.hashes[first:hit]]
-        return [0] * first + [block for block in found if block is not None]
+        return array("i", [0] * first + [block for block in found if block is not None])
 
     def _publish(self, row: StepRow) -> None:
         """Offer the full blocks that a settled row completed. Every token in them is known by now."""
         request = row.request
-        if row.incarnation != request.incarnation or not self.limits.enable_prefix_caching:
+        if row.incarnation != request.incarnation:
             return
-        full = min(row.start + row.n, len(request.tokens)) // self.block_size
-        if full <= request.published:
+        first, full = request.published, (row.start + row.n) // self.block_size
+        request.published = full
+        if not self.limits.enable_prefix_caching:
             return
         hashes = request.block_hashes(full, self.block_size)
         for held, pool in zip(request.blocks, self.pools, strict=True):
-            for index in range(request.published, full):
+            for index in range(first, full):
                 pool.publish(held[index], hashes[index])
-        request.published = full
-        self._release_claim(request)
-        self._claim(request)
+        self._release_claims(request, first, full)
 
-    def _prefix_in_progress(self, request: Request) -> bool:
-        """Its next missing block is being computed by another request: better wait than compute it twice."""
-        if not self._cacheable(request):
-            return False
-        hit = self._longest_hit(request)
-        if (hit + 1) * self.block_size >= len(request.tokens):
-            return False
-        return request.block_hashes(hit + 1, self.block_size)[hit] in self._computing
+    def _hit_to_take(self, request: Request) -> int | None:
+        """Leading blocks that every group can supply, or None: others compute the next ones, so it had better wait.
+
+        ``request.awaited`` is the last of these, so that looking again while it is in work takes no walk.
+        """
+        if request.awaited in self._computing:
+            return None
+        hit = end = self._longest_hit(request)
+        while end < self._lookups(request) and request.hashes[end] in self._computing:
+            end += 1
+        if end == hit:
+            return hit
+        request.awaited = request.hashes[end - 1]
+        return None
 
     def _claim(self, request: Request) -> None:
         """Announce every full block of known tokens that this request will compute and publish."""
-        if not self._cacheable(request):
-            return
-        full = len(request.tokens) // self.block_size
-        for content in request.block_hashes(full, self.block_size)[request.published :]:
-            self._computing.setdefault(content, request)
+        if self._cacheable(request):
+            full = len(request.tokens) // self.block_size
+            for content in request.block_hashes(full, self.block_size)[request.published :]:
+                self._computing.setdefault(content, request)
 
-    def _release_claim(self, request: Request) -> None:
-        for content in request.hashes:
+    def _release_claims(self, request: Request, first: int, end: int) -> None:
+        """The request no longer computes blocks ``first`` to ``end``: they are published, or it has stopped."""
+        for content in request.hashes[first:end]:
             if self._computing.get(content) is request:
                 del self._computing[content]
+
+    # ---- remaining uses: what waiting requests will look for in the prefix cache
+
+    def _likely_hit(self, request: Request) -> int:
+        """Leading blocks that the cache is likely to have once the request's turn has come.
+
+        The request queued before it has them too, or they are there, are being computed, or are expected by others.
+        """
+        count = self._lookups(request)
+        hit = 0
+        if self.waiting:
+            before = self.waiting[-1]
+            hit = min(count, self._common_blocks(before, request))
+            request.hashes = before.block_hashes(hit, self.block_size)[:hit]
+        while hit < count:
+            content = request.block_hashes(hit + 1, self.block_size)[hit]
+            if content not in self._computing and not any(pool.knows(content) for pool in self.pools):
+                break
+            hit += 1
+        return hit
+
+    def _common_blocks(self, one: Request, other: Request) -> int:
+        """Leading full blocks of equal tokens."""
+        size = self.block_size
+        limit = min(len(one.tokens), len(other.tokens)) // size
+        begins = range(0, limit * size, size)
+        differ = (i for i in begins if one.tokens[i : i + size] != other.tokens[i : i + size])
+        return next(differ, limit * size) // size
+
+    def _expect(self, request: Request, count: int, turn: int) -> None:
+        """Tell the pools that the request will look for its ``count`` leading blocks."""
+        request.turn, request.expected = turn, count
+        request.block_hashes(count, self.block_size)
+        for pool, chain in self._expected_chains(request):
+            pool.expect(chain, turn)
+
+    def _withdraw(self, request: Request) -> None:
+        """The request waits no more: the pools need not keep anything for it."""
+        for pool, chain in self._expected_chains(request):
+            pool.withdraw(chain, request.turn)
+        request.expected = 0
+
+    def _expected_chains(self, request: Request) -> Iterator[tuple[BlockPool, list[bytes]]]:
+        """Per pool, the contents that a hit of ``request.expected`` blocks takes: of a window, what it shows."""
+        for pool, group in zip(self.pools, self.groups, strict=True):
+            yield pool, request.hashes[self._first_visible(group, request.expected) : request.expected]
+
+    def check(self) -> None:
+        """Raise AssertionError unless the pools' invariants hold and they expect just what waiting requests do."""
+        expected: list[dict[bytes, list[int]]] = [{} for _ in self.pools]
+        for request in self.waiting:
+            for (_, chain), turns in zip(self._expected_chains(request), expected, strict=True):
+                for content in chain:
+                    turns.setdefault(content, []).append(request.turn)
+        for pool, turns in zip(self.pools, expected, strict=True):
+            pool.check()
+            if {content: list(found) for content, found in pool.expected.items()} != turns:
+                raise AssertionError("a pool expects other uses than those of waiting requests")

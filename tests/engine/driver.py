@@ -110,8 +110,7 @@ class Driver:
         self.check()
 
     def check(self) -> None:
-        for pool in self.scheduler.pools:
-            pool.check()
+        self.scheduler.check()
 
     def close(self) -> None:
         self.executor.close()
