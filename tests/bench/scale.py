@@ -78,7 +78,7 @@ def run_cell(
     held = max(cell.tokens + cell.rows * _BLOCK, longest) + 2 * _BLOCK
     memory = held * kv_bytes_per_token(files.config, DTYPE_BYTES[model.dtype])
     engine = EngineSpec(
-        device="cpu", max_num_seqs=max(256, cell.rows), kv_cache_memory=memory, num_threads=args.threads or "auto"
+        device="cpu", max_num_seqs=cell.rows, kv_cache_memory=memory, num_threads=args.threads or "auto"
     )
     pairs = args.pairs or min(_MOST_PAIRS, max(1, _TOKENS // cell.tokens))
     return measure(files, model, engine, workload, args.against, args.peer_python, pairs=pairs), pairs
@@ -98,6 +98,18 @@ def line(cell: Cell, report: Report) -> list[str]:
     return [*shape, *sides[0], *(sides[1] if len(sides) > 1 else ["", ""]), *compared]
 
 
+def show_cell(cell: Cell, text: Sequence[int], files: ModelFiles, model: ModelSpec, args: argparse.Namespace) -> None:
+    """Measure one cell and print its row of the table, and on standard error all else there is to say of it."""
+    try:
+        report, pairs = run_cell(cell, text, files, model, args)
+    except (BatchrunError, ValueError) as error:
+        print(f"{cell}: {error}", file=sys.stderr, flush=True)
+        return
+    print_row([*line(cell, report), str(pairs)])
+    for remark in [f"{each.side.name}: {each.side.settings}" for each in report.measured] + report.notes:
+        print(f"{cell}: {remark}", file=sys.stderr, flush=True)
+
+
 def print_row(values: Sequence[str]) -> None:
     print("| " + " | ".join(values) + " |", flush=True)
 
@@ -113,18 +125,8 @@ def main() -> None:
     print_row([name.format(peer=args.against or "peer") for name in HEAD])
     print_row(["---"] * len(HEAD))
     for cell in chain.from_iterable(PARTS[part] for part in args.part or PARTS):
-        if args.only and f"{cell.rows}x{cell.prompt}" not in args.only:
-            continue
-        try:
-            report, pairs = run_cell(cell, text, files, model, args)
-        except (BatchrunError, ValueError) as error:
-            print(f"{cell}: {error}", file=sys.stderr, flush=True)
-            continue
-        print_row([*line(cell, report), str(pairs)])
-        for each in report.measured:
-            print(f"{cell}: {each.side.name}: {each.side.settings}", file=sys.stderr, flush=True)
-        for note in report.notes:
-            print(f"{cell}: {note}", file=sys.stderr, flush=True)
+        if not args.only or f"{cell.rows}x{cell.prompt}" in args.only:
+            show_cell(cell, text, files, model, args)
 
 
 def _arguments() -> argparse.Namespace:
