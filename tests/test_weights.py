@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import gguf
 import numpy as np
@@ -11,8 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from batchrun.errors import JobError
+from batchrun.kernels import cpu
 from batchrun.model_files import ModelFiles, resolve
+from batchrun.ops import native_ops, torch_ops
 from batchrun.weights.dequantize import dequantize
+from batchrun.weights.formats import Dense, Int8, Weight
 from batchrun.weights.gguf import read_gguf, row_bytes
 from batchrun.weights.load import Loader, open_weights
 from tests import gguf_files
@@ -20,6 +25,7 @@ from tests.models import save_model
 
 QType = gguf.GGMLQuantizationType
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+needs_compiler = pytest.mark.skipif(not cpu.available(), reason="no compiler for the native kernels")
 
 
 @pytest.fixture(scope="module", params=["llama", "mistral", "qwen2", "qwen3"])
@@ -136,12 +142,42 @@ def test_loader_fuses_and_converts(small: ModelFiles) -> None:
     saved = load_file(small.weights[0])
     parts = [Q_PROJ.replace("q_proj", part) for part in ("q_proj", "k_proj", "v_proj")]
     loader = Loader(open_weights(small), torch.bfloat16)
-    fused = loader.take_linear(*parts, shape=(128, 64))
+    fused = loader.take_linear(*parts)
     assert fused.shape == (128, 64)
     assert fused.dtype == torch.bfloat16
     assert torch.equal(fused.dequantize(), torch.cat([saved[part] for part in parts]).bfloat16())
     ids = torch.tensor([[3, 0], [127, 3]])
     assert torch.equal(fused.rows(ids), fused.dequantize()[ids])
+
+
+def test_loader_quantizes_linear_layers_and_no_table(small: ModelFiles) -> None:
+    loader = Loader(open_weights(small), torch.float32, quantize=Int8.quantize)
+    assert isinstance(loader.take_table("model.embed_tokens.weight", shape=(320, 64)), Dense)
+    weight = loader.take_linear(Q_PROJ)
+    assert isinstance(weight, Int8)
+    assert (weight.shape, weight.dtype, weight.values.dtype) == ((64, 64), torch.float32, torch.int8)
+    plain = load_file(small.weights[0])[Q_PROJ]
+    assert ((weight.dequantize() - plain).abs() <= weight.scales[:, None] * 0.50001).all()
+    ids = torch.tensor([[3, 0], [63, 3]])
+    assert torch.equal(weight.rows(ids), weight.dequantize()[ids])
+
+
+@pytest.mark.parametrize("ops", [torch_ops, pytest.param(native_ops, marks=needs_compiler)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("quantize", [Dense, Int8.quantize])
+def test_a_packed_weight_stands_for_the_same_numbers(
+    ops: ModuleType, dtype: torch.dtype, quantize: Callable[[torch.Tensor], Weight]
+) -> None:
+    plain = torch.randn(40, 33).to(dtype)
+    weight, kept = quantize(plain), quantize(plain)
+    before = weight.dequantize()
+    weight.pack(ops.pack)
+    kept.pack(ops.pack, keep_rows=True)
+    for each in (weight, kept):
+        assert each.dequantize().dtype == dtype
+        assert torch.equal(each.dequantize(), before)
+        assert torch.equal(each.rows(torch.tensor([39, 0])), before[[39, 0]])
+    assert torch.equal(ops.linear(plain, weight), ops.linear(plain, kept))
 
 
 def test_loader_names_what_does_not_fit(small: ModelFiles) -> None:

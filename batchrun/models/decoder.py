@@ -15,7 +15,7 @@ from torch import Tensor
 from batchrun.models.config import ModelConfig
 from batchrun.models.rope import rope_table
 from batchrun.ops.attention_batch import AttentionBatch
-from batchrun.weights.formats import Dense
+from batchrun.weights.formats import Weight
 from batchrun.weights.load import Loader
 
 
@@ -23,7 +23,7 @@ from batchrun.weights.load import Loader
 class Linear:
     """A weight ``[out, in]`` and an optional bias ``[out]``."""
 
-    weight: Dense
+    weight: Weight
     bias: Tensor | None = None
 
 
@@ -61,11 +61,11 @@ class Decoder:
         self.windows = sorted(set(config.windows), key=lambda window: (window is not None, window or 0))
         self.cos_sin = rope_table(config.rope, config.head_dim, max_model_len).to(loader.device)
         table = (config.vocab_size, config.hidden_size)
-        self.embedding = loader.take_linear("model.embed_tokens.weight", shape=table, keep_rows=True)
+        self.embedding = loader.take_table("model.embed_tokens.weight", shape=table, keep_rows=True)
         self.layers = [self._layer(loader, index) for index in range(config.n_layers)]
         self.norm = loader.take("model.norm.weight")
         self.head = Linear(
-            self.embedding if config.tie_embeddings else loader.take_linear("lm_head.weight", shape=table)
+            self.embedding if config.tie_embeddings else loader.take_table("lm_head.weight", shape=table)
         )
         loader.finish()
 

@@ -26,10 +26,10 @@ def backend(device: torch.device, dtype: torch.dtype, head_dim: int, *, reproduc
     """
     if reproducible and device.type != "cpu":
         raise JobError(f"model.reproducible is not supported on {device.type}; use engine.device: cpu")
-    from batchrun.ops import fixed_onednn_ops, fixed_ops, native_ops, onednn_ops, torch_ops
+    from batchrun.ops import dense_torch, fixed_onednn_ops, fixed_ops, native_ops, onednn_ops, torch_ops
 
     if device.type == "cpu" and cpu.takes(dtype, head_dim) and cpu.available():
-        if dtype == torch.bfloat16 and torch_ops.multiplies(dtype):
+        if dtype == torch.bfloat16 and dense_torch.multiplies(dtype):
             return fixed_onednn_ops if reproducible else onednn_ops
         return native_ops
     return fixed_ops if reproducible else torch_ops

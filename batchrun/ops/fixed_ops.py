@@ -11,28 +11,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from batchrun.ops import torch_ops
+from batchrun.ops import dense_fixed, int8_torch, torch_ops
 from batchrun.ops.attention_batch import AttentionBatch
+from batchrun.ops.by_weight import by_weight
 from batchrun.ops.tiles import tiled
-from batchrun.ops.torch_ops import add_rms_norm, argmax, pack, rms_norm, rope_kv_write
-from batchrun.weights.formats import Dense
+from batchrun.ops.torch_ops import add_rms_norm, argmax, rms_norm, rope_kv_write
 
 __all__ = ["add_rms_norm", "argmax", "attention", "linear", "pack", "rms_norm", "rope_kv_write", "silu_mul"]
 
-_ROWS = 64  # rows of one matrix product
 _ITEMS = 16  # query tiles of one attention call
 _QUERIES = 4  # consecutive queries of one sequence in a tile
 _KEYS = 128  # consecutive keys in a tile
 
-
-def linear(x: Tensor, weight: Dense, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """As `torch_ops.linear`, in tiles of `_ROWS` rows."""
-    n = len(x)
-    padded = functional.pad(x, (0, 0, 0, -n % _ROWS))
-    out = x.new_empty(len(padded), weight.shape[0], dtype=dtype or x.dtype)
-    for begin in range(0, len(padded), _ROWS):
-        out[begin : begin + _ROWS] = torch_ops.linear(padded[begin : begin + _ROWS], weight, bias, dtype)
-    return out[:n]
+pack, linear = by_weight(dense=dense_fixed, int8=int8_torch)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

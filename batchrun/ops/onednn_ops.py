@@ -1,6 +1,12 @@
-"""Native kernels, with oneDNN's `linear` where the processor multiplies bfloat16: its rows may differ with M."""
+"""Native kernels, with oneDNN's products of plain weights where the processor multiplies bfloat16.
+
+The rows of those may differ with M.
+"""
 
 from batchrun.kernels.cpu import add_rms_norm, argmax, attention, rms_norm, rope_kv_write, silu_mul
-from batchrun.ops.torch_ops import linear, pack
+from batchrun.ops import dense_torch, int8_native
+from batchrun.ops.by_weight import by_weight
 
 __all__ = ["add_rms_norm", "argmax", "attention", "linear", "pack", "rms_norm", "rope_kv_write", "silu_mul"]
+
+pack, linear = by_weight(dense=dense_torch, int8=int8_native)

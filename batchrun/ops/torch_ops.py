@@ -10,38 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from batchrun.ops import dense_torch, int8_torch
 from batchrun.ops.attention_batch import AttentionBatch
-from batchrun.weights.formats import Dense
+from batchrun.ops.by_weight import by_weight
 
-_PACKED_ROWS = 64  # rows of activations that oneDNN is told to lay weights out for
 _GATHER_BYTES = 64 << 20  # KV gathered at once for decode rows
 
-
-def pack(weight: Tensor) -> Tensor | None:
-    """A weight [N, K] as `linear` multiplies it fastest: on a CPU in oneDNN's layout; None: as it is.
-
-    bfloat16 is packed as float32 where the processor cannot multiply it, which is ten times faster there.
-    """
-    if not weight.is_cpu or weight.dtype not in (torch.float32, torch.bfloat16):
-        return None
-    wide = weight.float() if not multiplies(weight.dtype) else weight
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(wide, _PACKED_ROWS)
-    return packed
-
-
-def multiplies(dtype: torch.dtype) -> bool:
-    """Whether this processor has instructions that multiply ``dtype``."""
-    return dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-def linear(x: Tensor, weight: Dense, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """``x`` [T, K] times ``weight`` [N, K] transposed, plus ``bias`` [N]; returns [T, N] of ``dtype`` (x's)."""
-    packed = weight.packed
-    if not isinstance(packed, Tensor):
-        return functional.linear(x, weight.dequantize(), bias).to(dtype or x.dtype)
-    wide_bias = bias if bias is None else bias.to(packed.dtype)
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(x.to(packed.dtype), packed, wide_bias, "none", [], "")
-    return product.to(dtype or x.dtype)
+pack, linear = by_weight(dense=dense_torch, int8=int8_torch)
 
 
 def argmax(logits: Tensor) -> Tensor:

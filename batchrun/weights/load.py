@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import torch
 
 from batchrun.errors import JobError
-from batchrun.weights.formats import Dense, Packer
+from batchrun.weights.formats import Dense, Packer, Weight
 from batchrun.weights.source import StoredTensor, WeightSource, open_weights
 
 __all__ = ["Loader", "open_weights"]
@@ -19,7 +20,9 @@ _MAX_SHOWN = 8
 
 
 class Loader:
-    """Takes tensors out of a :class:`WeightSource` in ``dtype`` on ``device``; ``pack`` lays linear weights out.
+    """Takes tensors out of a :class:`WeightSource` in ``dtype`` on ``device``.
+
+    ``quantize`` makes the weights of linear layers of plain ones, and ``pack`` lays them out.
 
     Every method raises :class:`JobError`, naming the tensor and its file, where the checkpoint is not what the model
     expects.
@@ -31,9 +34,11 @@ class Loader:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         pack: Packer = lambda _: None,
+        quantize: Callable[[torch.Tensor], Weight] = Dense,
     ) -> None:
         self._source = source
         self._pack = pack
+        self._quantize = quantize
         self.dtype = dtype
         self.device = torch.device(device)
         self._names = source.names()
@@ -59,12 +64,18 @@ class Loader:
         self._left.difference_update(names)
         return out
 
-    def take_linear(self, *names: str, shape: tuple[int, int] | None = None, keep_rows: bool = False) -> Dense:
-        """The weight of a linear layer ``[out, in]``; of several that share their input, joined along ``out``.
+    def take_linear(self, *names: str) -> Weight:
+        """The weight of a linear layer ``[out, in]``; of several that share their input, joined along ``out``."""
+        weight = self._quantize(self.take(*names))
+        weight.pack(self._pack)
+        return weight
 
-        ``keep_rows`` says that its rows are looked up as well.
+    def take_table(self, name: str, *, shape: tuple[int, int], keep_rows: bool = False) -> Weight:
+        """The embedding or the output projection ``[vocabulary, hidden]``, never quantized.
+
+        ``keep_rows`` says that its rows are looked up.
         """
-        weight = Dense(self.take(*names, shape=shape))
+        weight = Dense(self.take(name, shape=shape))
         weight.pack(self._pack, keep_rows=keep_rows)
         return weight
 

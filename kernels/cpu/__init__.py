@@ -2,10 +2,10 @@
 
 They are compiled on first use (see :mod:`batchrun.kernels.cpu.build`); where that is impossible :func:`available` is
 False and the caller computes with torch. All tensors are contiguous, on the CPU, float32 or bfloat16, and are neither
-copied nor kept; sums are fp32. **A token's result is bitwise independent** of the other rows of the batch, of how its
-request was cut into chunks, of block size and placement, and of the number of threads (``torch.get_num_threads()``);
-it does depend on the processor's vector width. Every function raises ValueError for a wrong dtype, shape or layout, and
-for an index outside of the cache or table, before anything is written.
+copied nor kept; sums are fp32, those of int8 exact. **A token's result is bitwise independent** of the other rows of
+the batch, of how its request was cut into chunks, of block size and placement, and of the number of threads
+(``torch.get_num_threads()``); it does depend on the processor's vector width. Every function raises ValueError for a
+wrong dtype, shape or layout, and for an index outside of the cache or table, before anything is written.
 """
 
 from __future__ import annotations
@@ -18,17 +18,20 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from . import build
 
 __all__ = [
     "AttentionBatch",
+    "Int8Panels",
     "Panels",
     "add_rms_norm",
     "argmax",
     "attention",
     "available",
     "linear",
+    "linear_int8",
     "rms_norm",
     "rope_kv_write",
     "silu_mul",
@@ -45,6 +48,7 @@ _SIGNATURES = {
     "batchrun_rms_norm": [c_void_p] * 4 + [c_int64, c_int, c_float, c_bool, c_int],
     "batchrun_pack": [c_void_p] * 2 + [c_int, c_int, c_bool, c_int],
     "batchrun_linear": [c_void_p] * 4 + [c_int64, c_int, c_int, c_bool, c_bool, c_int],
+    "batchrun_linear_int8": [c_void_p] * 5 + [c_int64, c_int, c_int, c_bool, c_bool, c_int],
     "batchrun_argmax": [c_void_p] * 2 + [c_int64, c_int, c_int],
     "batchrun_silu_mul": [c_void_p] * 2 + [c_int64, c_int, c_bool, c_int],
     "batchrun_rope_kv_write": [c_void_p] * 3
@@ -95,6 +99,34 @@ class Panels:
         return self.data.transpose(1, 2).reshape(-1, k)[:n]
 
 
+class Int8Panels:
+    """A linear layer's weight in 8 bits, in the layout that :func:`linear_int8` multiplies (a copy).
+
+    ``values`` int8 [N, K], from -127 to 127, times ``scales`` float32 [N].
+    """
+
+    __slots__ = ("data", "scales", "shape")
+
+    def __init__(self, values: Tensor, scales: Tensor) -> None:
+        _require(values.dim() == 2, f"values must be [N, K], not {tuple(values.shape)}")
+        _like("values", values, values.shape, torch.int8)
+        n, k = values.shape
+        _like("scales", scales, (n,), torch.float32)
+        most = _library().batchrun_max_int8_depth()
+        _require(k <= most, f"the weight has {k} columns; up to {most} can be summed exactly")
+        columns = _library().batchrun_panel_columns()
+        pairs = (k + 1) // 2
+        self.data = torch.empty(-(-n // columns), pairs, columns, 2, dtype=torch.int8)
+        self.scales = scales
+        self.shape = (n, k)
+        _call("batchrun_pack", functional.pad(values, (0, k % 2)), self.data, n, pairs, True)  # a pair as one bfloat16
+
+    def to_dense(self) -> Tensor:
+        """The weight [N, K] float32."""
+        n, k = self.shape
+        return self.data.transpose(1, 2).flatten(2).flatten(0, 1)[:n, :k] * self.scales[:, None]
+
+
 def available() -> bool:
     """Whether the kernels can run here; the first call compiles them (seconds) if the cache has none."""
     return build.library() is not None
@@ -117,19 +149,22 @@ def linear(
 
     ``x``, ``weight`` and ``bias`` have one dtype.
     """
-    n, k = weight.shape
-    tokens, width = _floats("x", x, 2)
-    _require(
-        width == k and weight.data.dtype is x.dtype,
-        f"x is {x.dtype} {tuple(x.shape)}, the weight {weight.data.dtype} {n, k}",
-    )
-    if bias is not None:
-        _like("bias", bias, (n,), x.dtype)
-    dtype = dtype or x.dtype
-    _require(dtype in DTYPES, f"the result must be float32 or bfloat16, not {dtype}")
-    out = _output("out", out, (tokens, n), dtype)
-    _call("batchrun_linear", x, weight.data, bias, out, tokens, n, k, *(t is torch.bfloat16 for t in (x.dtype, dtype)))
-    return out
+    _require(weight.data.dtype is x.dtype, f"x is {x.dtype}, the weight {weight.data.dtype}")
+    return _multiply("batchrun_linear", x, weight.shape, (weight.data,), bias, dtype, out)
+
+
+def linear_int8(
+    x: Tensor,
+    weight: Int8Panels,
+    bias: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """As :func:`linear`, in 8 bits: each row of ``x`` is rounded to int8 times a scale, and products summed exactly.
+
+    ``bias`` has x's dtype. A row with anything that is not finite gives NaN.
+    """
+    return _multiply("batchrun_linear_int8", x, weight.shape, (weight.data, weight.scales), bias, dtype, out)
 
 
 def attention(
@@ -259,6 +294,28 @@ def rope_kv_write(
         *(eps, qkv.dtype is torch.bfloat16, k_cache.dtype is torch.bfloat16),
     )
     return q
+
+
+def _multiply(
+    function: str,
+    x: Tensor,
+    shape: tuple[int, int],
+    weight: tuple[Tensor, ...],
+    bias: Tensor | None,
+    dtype: torch.dtype | None,
+    out: Tensor | None,
+) -> Tensor:
+    """Call the C function that multiplies by a weight of ``shape`` [N, K] laid out as ``weight``."""
+    n, k = shape
+    tokens, width = _floats("x", x, 2)
+    _require(width == k, f"x is {tuple(x.shape)}, the weight {n, k}")
+    if bias is not None:
+        _like("bias", bias, (n,), x.dtype)
+    dtype = dtype or x.dtype
+    _require(dtype in DTYPES, f"the result must be float32 or bfloat16, not {dtype}")
+    out = _output("out", out, (tokens, n), dtype)
+    _call(function, x, *weight, bias, out, tokens, n, k, *(each is torch.bfloat16 for each in (x.dtype, dtype)))
+    return out
 
 
 def _rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor | None) -> Tensor:

@@ -8,13 +8,15 @@
 // only decides how many such independent chains run side by side. Fused multiply-adds are explicit and the build turns
 // contraction off (-ffp-contract=off), so that no two instances of a template can round differently.
 //
-// Arithmetic is fp32 throughout; bf16 is a storage format, rounded once on the way out.
+// Arithmetic is fp32 throughout, but for the exact integers of linear_int8.h; bf16 is a storage format, rounded once on
+// the way out.
 
 #include <type_traits>
 
 #include "attention.h"
 #include "elementwise.h"
 #include "linear.h"
+#include "linear_int8.h"
 
 // The C interface. Tensors are contiguous and of checked shapes; what only their contents tell is checked here.
 
@@ -50,6 +52,24 @@ const char* batchrun_linear(const void* x, const void* panels, const void* bias,
                 using Out = std::remove_pointer_t<decltype(out_type)>;
                 linear(Linear<T, Out>{static_cast<const T*>(x), static_cast<const T*>(panels), static_cast<const T*>(bias),
                                       static_cast<Out*>(out), rows, n, k, threads});
+            });
+        });
+    });
+}
+
+// Columns of an int8 weight that are summed exactly: see linear_int8.h. Its panels are packed as bf16's, a pair as one.
+int batchrun_max_int8_depth() { return MAX_INT8_DEPTH; }
+
+const char* batchrun_linear_int8(const void* x, const void* panels, const float* scales, const void* bias, void* out,
+                                 int64_t rows, int n, int k, bool is_bf16, bool out_is_bf16, int threads) {
+    return guarded([&] {
+        with_type(is_bf16, [&](auto* type) {
+            using T = std::remove_pointer_t<decltype(type)>;
+            with_type(out_is_bf16, [&](auto* out_type) {
+                using Out = std::remove_pointer_t<decltype(out_type)>;
+                linear(LinearInt8<T, Out>{{static_cast<const T*>(x), static_cast<const int8_t*>(panels),
+                                           static_cast<const T*>(bias), static_cast<Out*>(out), rows, n, k, threads},
+                                          scales});
             });
         });
     });

@@ -21,13 +21,16 @@ constexpr int DEPTH = 512;  // k's whose panel is worked through while it stays 
 constexpr int STRIP = 192;  // rows that meet a panel while it stays in the second-level cache
 static_assert(STRIP % ROWS == 0, "");
 
-template <class T, class Out>
+template <class T, class Out, class P = T>
 struct Linear {
-    const T *x, *panels, *bias;  // bias nullptr: none
+    const T* x;
+    const P* panels;
+    const T* bias;  // nullptr: none
     Out* out;
     int64_t rows;
     int n, k, threads;
 
+    int width() const { return k; }  // words of an interleaved row
     int n_panels() const { return (n + COLUMNS - 1) / COLUMNS; }
     int64_t n_strips() const { return (rows + STRIP - 1) / STRIP; }
     int64_t strip_rows(int64_t strip) const { return std::min<int64_t>(STRIP, rows - strip * STRIP); }
@@ -129,8 +132,8 @@ void multiply_panel(const Linear<T, Out>& l, int64_t strip, int panel, const flo
 }
 
 // Some rows, `x` being room for them.
-template <class T, class Out>
-void multiply_rows(const Linear<T, Out>& l, float* x) {
+template <class L>
+void multiply_rows(const L& l, float* x) {
     constexpr int PANELS = 4;              // that a thread takes at a time
     constexpr int64_t WORTH_IT = 1 << 20;  // multiply-adds below which the other threads are not woken
     int64_t groups = (l.rows + ROWS - 1) / ROWS;
@@ -139,22 +142,24 @@ void multiply_rows(const Linear<T, Out>& l, float* x) {
     {
 #pragma omp for schedule(static)
         for (int64_t group = 0; group < groups; ++group)
-            interleave(l, group * ROWS, int(std::min<int64_t>(ROWS, l.rows - group * ROWS)), x + group * ROWS * l.k);
+            interleave(l, group * ROWS, int(std::min<int64_t>(ROWS, l.rows - group * ROWS)),
+                       x + group * ROWS * l.width());
 #pragma omp for schedule(dynamic, 1)
         for (int64_t work = 0; work < l.n_strips() * takes; ++work) {
             int64_t strip = work / takes;
             int first = int(work % takes) * PANELS, end = std::min(first + PANELS, l.n_panels());
-            for (int panel = first; panel < end; ++panel) multiply_panel(l, strip, panel, x + strip * STRIP * l.k);
+            const float* strip_x = x + strip * STRIP * l.width();
+            for (int panel = first; panel < end; ++panel) multiply_panel(l, strip, panel, strip_x);
         }
     }
 }
 
-template <class T, class Out>
-void linear(const Linear<T, Out>& l) {
+template <class L>
+void linear(const L& l) {
     constexpr int64_t AT_ONCE = 4 * STRIP;  // bounds the working space
-    float* x = scratch_floats(size_t(std::min(l.rows, AT_ONCE)) * l.k);
+    float* x = scratch_floats(size_t(std::min(l.rows, AT_ONCE)) * l.width());
     for (int64_t first = 0; first < l.rows; first += AT_ONCE) {
-        Linear<T, Out> some = l;
+        L some = l;
         some.x += first * l.k;
         some.out += first * l.n;
         some.rows = std::min(AT_ONCE, l.rows - first);

@@ -103,6 +103,41 @@ inline vec fma(vec a, vec b, vec c) {
 #endif
 }
 
+// W pairs of small integers as int16, two in each lane.
+inline ivec load_pairs(const int16_t* p) {
+    ivec x;
+    std::memcpy(&x, p, sizeof x);
+    return x;
+}
+
+inline ivec load_pairs(const int8_t* p) {
+#if defined(__AVX512BW__)
+    return (ivec)_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    return (ivec)_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+    int16_t wide[2 * W];
+    for (int i = 0; i < 2 * W; ++i) wide[i] = p[i];
+    return load_pairs(wide);
+#endif
+}
+
+// c + both products of each lane's pairs.
+inline ivec multiply_pairs(ivec a, ivec b, ivec c) {
+#if defined(__AVX512VNNI__)
+    return (ivec)_mm512_dpwssd_epi32((__m512i)c, (__m512i)a, (__m512i)b);
+#elif defined(__AVX512BW__)
+    return c + (ivec)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVXVNNI__) && !defined(__AVX512F__)
+    return (ivec)_mm256_dpwssd_avx_epi32((__m256i)c, (__m256i)a, (__m256i)b);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    return c + (ivec)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#else
+    auto low = [](ivec x) { return bit_cast<ivec>(bit_cast<uvec>(x) << 16) >> 16; };
+    return c + low(a) * low(b) + (a >> 16) * (b >> 16);
+#endif
+}
+
 // Keeps `b` where either is NaN.
 inline vec max(vec a, vec b) { return a > b ? a : b; }
 

@@ -19,7 +19,7 @@ from batchrun.kernels import cpu
 from batchrun.ops import backend, fixed_onednn_ops, fixed_ops, native_ops, torch_ops
 from batchrun.ops.attention_batch import AttentionBatch
 from batchrun.sampling import SamplingParams
-from batchrun.weights.formats import Dense
+from batchrun.weights.formats import Dense, Int8, Weight
 from tests.engine.driver import Driver, load_decoder, request
 from tests.models import save_model
 
@@ -47,8 +47,11 @@ def rows_are_alone(function: Callable[[Tensor], Tensor], x: Tensor) -> bool:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("ops", INVARIANT, ids=lambda ops: ops.__name__.rpartition(".")[2])
 @pytest.mark.parametrize("shape", [(96, 64), (192, 72), (960, 576)], ids=str)
-def test_linear(ops: ModuleType, dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    weight = Dense(torch.randn(shape).to(dtype))
+@pytest.mark.parametrize("quantize", [Dense, Int8.quantize])
+def test_linear(
+    ops: ModuleType, dtype: torch.dtype, shape: tuple[int, int], quantize: Callable[[Tensor], Weight]
+) -> None:
+    weight = quantize(torch.randn(shape).to(dtype))
     weight.pack(ops.pack)
     bias = torch.randn(shape[0]).to(dtype)
     assert rows_are_alone(lambda x: ops.linear(x, weight, bias), torch.randn(130, shape[1]).to(dtype))

@@ -11,7 +11,7 @@ import pytest
 
 from batchrun.kernels.cpu import build
 
-TESTS = Path(__file__).with_name("test_cpu.py")
+TESTS = [Path(__file__).with_name(name) for name in ("test_cpu.py", "test_int8.py")]
 RUN = """
 import sys
 import pytest
@@ -20,8 +20,8 @@ from batchrun.kernels.cpu import build
 build.FLAGS += ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 settings.register_profile("few", max_examples=10)
 settings.load_profile("few")
-chosen = "float64 or argmax or bits or nan or refuses or window"
-sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-k", chosen, sys.argv[1]]))
+chosen = "test_int8 or float64 or argmax or bits or nan or refuses or window"
+sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-k", chosen, *sys.argv[1:]]))
 """
 
 
@@ -45,7 +45,7 @@ def test_the_kernels_tests_under_sanitizers(tmp_path: Path) -> None:
         "OMP_NUM_THREADS": "2",
     }
     run = subprocess.run(
-        [sys.executable, "-c", RUN, str(TESTS)], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", RUN, *map(str, TESTS)], env=environment, capture_output=True, text=True, check=False
     )
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
     assert " passed" in run.stdout

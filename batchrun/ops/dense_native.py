@@ -1,0 +1,21 @@
+"""Products of plain weights by the native CPU kernels: each row's bits are its own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from batchrun.kernels import cpu
+from batchrun.weights.formats import Dense
+
+
+def pack(weight: Dense) -> cpu.Panels:
+    """The weight as `linear` multiplies it."""
+    return cpu.Panels(weight.dequantize())
+
+
+def linear(x: Tensor, weight: Dense, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """See `by_weight.Linear`; the weight is one that `pack` laid out."""
+    assert isinstance(weight.packed, cpu.Panels)
+    product: Tensor = cpu.linear(x, weight.packed, bias, dtype)
+    return product

@@ -1,0 +1,39 @@
+"""Products of plain weights by torch's libraries; on a CPU, of weights in oneDNN's layout."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from batchrun.weights.formats import Dense
+
+_PACKED_ROWS = 64  # rows of activations that oneDNN is told to lay weights out for
+
+
+def pack(weight: Dense) -> Tensor | None:
+    """The weight as `linear` multiplies it fastest: on a CPU in oneDNN's layout; None: as it is.
+
+    bfloat16 is packed as float32 where the processor cannot multiply it, which is ten times faster there.
+    """
+    data = weight.dequantize()
+    if not data.is_cpu or data.dtype not in (torch.float32, torch.bfloat16):
+        return None
+    wide = data.float() if not multiplies(data.dtype) else data
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(wide, _PACKED_ROWS)
+    return packed
+
+
+def multiplies(dtype: torch.dtype) -> bool:
+    """Whether this processor has instructions that multiply ``dtype``."""
+    return dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def linear(x: Tensor, weight: Dense, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """See `by_weight.Linear`."""
+    packed = weight.packed
+    if not isinstance(packed, Tensor):
+        return functional.linear(x, weight.dequantize(), bias).to(dtype)
+    wide_bias = bias if bias is None else bias.to(packed.dtype)
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x.to(packed.dtype), packed, wide_bias, "none", [], "")
+    return product.to(dtype)
