@@ -38,9 +38,8 @@ _CPU_ONE_SEQUENCE_SHARE = 0.75  # an automatic budget grows this far to hold one
 _MAX_NUM_SEQS = {"cpu": 256, "cuda": 1024}
 _MAX_NUM_BATCHED_TOKENS = {"cpu": 3072, "cuda": 16384}
 _SEQS_CHOICES = (128, 256, 512, 1024)
-_SEQS_TOLERANCE = 0.03  # of the least time for a token: less is noise
 _TOKENS_CHOICES = (1024, 2048, 3072, 4096)
-_TOKENS_TOLERANCE = 0.02
+_NOISE = 0.05  # of the least time for a token: what measured times differ by from one moment to another
 _TOKENS_PER_SEQUENCE = 2  # that an automatic bound leaves at least, so that prompts come in while all sequences run
 _ROPE_ALREADY_SCALED = {"default", "llama3", "longrope", "su", "mrope"}
 
@@ -179,18 +178,18 @@ def resolve_limits(spec: EngineSpec, device: Device, times: StepTimes | None = N
 def _choose_seqs(default: int, times: StepTimes | None) -> int:
     if times is None:
         return default
-    return _fastest({n: times.seconds(n, n) / n for n in _SEQS_CHOICES}, default, _SEQS_TOLERANCE)
+    return _fastest({n: times.seconds(n, n) / n for n in _SEQS_CHOICES}, default)
 
 
 def _choose_tokens(default: int, times: StepTimes | None) -> int:
     if times is None:
         return default
-    return _fastest({n: times.seconds(n, 0) / n for n in _TOKENS_CHOICES}, default, _TOKENS_TOLERANCE)
+    return _fastest({n: times.seconds(n, 0) / n for n in _TOKENS_CHOICES}, default)
 
 
-def _fastest(costs: Mapping[int, float], default: int, tolerance: float) -> int:
-    """``default`` unless its cost is beyond ``tolerance`` of the least; then the smallest size that is within."""
-    near = [size for size, cost in costs.items() if cost <= min(costs.values()) * (1 + tolerance)]
+def _fastest(costs: Mapping[int, float], default: int) -> int:
+    """``default`` unless its cost is clearly above the least; then the smallest size for which that is not so."""
+    near = [size for size, cost in costs.items() if cost <= min(costs.values()) * (1 + _NOISE)]
     return default if default in near else min(near)
 
 
