@@ -50,10 +50,80 @@ def test_reserved_block_is_never_handed_out() -> None:
     pool.check()
 
 
-@given(st.integers(2, 12), st.lists(st.tuples(st.sampled_from("asrpc"), st.integers(0, 5)), max_size=60))
+def cached(pool: BlockPool, *contents: bytes) -> None:
+    """Leave free blocks with these contents, a chain in the order given."""
+    blocks = pool.allocate(len(contents))
+    for block, content in zip(blocks, contents, strict=True):
+        pool.publish(block, content)
+    pool.release(blocks)
+
+
+def evicted(pool: BlockPool, candidates: list[bytes]) -> list[bytes]:
+    """The contents in the order in which allocations evict them."""
+    order = []
+    while pool.n_free:
+        pool.allocate(1)
+        pool.check()
+        order += [content for content in candidates if content not in order and pool.lookup(content) is None]
+    return order
+
+
+def test_what_nobody_expects_goes_first_then_what_is_needed_last() -> None:
+    pool = BlockPool(7, 8)
+    pool.expect([b"soon"], 1)
+    for content in (b"soon", b"old", b"late"):
+        cached(pool, content)
+    cached(pool, b"stem", b"end")
+    cached(pool, b"new")
+    pool.expect([b"stem", b"end"], 2)
+    pool.expect([b"soon"], 3)
+    pool.expect([b"late"], 4)
+    pool.check()
+    order = [b"old", b"new", b"late", b"end", b"stem", b"soon"]
+    assert evicted(pool, sorted(order)) == order
+
+
+def test_a_withdrawn_use_gives_way_to_the_next_one() -> None:
+    pool = BlockPool(4, 8)
+    pool.expect([b"a", b"b"], 1)
+    pool.expect([b"c"], 2)
+    pool.expect([b"a"], 3)
+    for content in (b"a", b"b", b"c"):
+        cached(pool, content)
+    pool.withdraw([b"a", b"b"], 1)
+    pool.check()
+    assert evicted(pool, [b"a", b"b", b"c"]) == [b"b", b"a", b"c"]
+
+
+def test_a_preempted_request_comes_before_all_that_wait() -> None:
+    pool = BlockPool(3, 8)
+    cached(pool, b"a")
+    cached(pool, b"b")
+    pool.expect([b"a"], 1)
+    pool.expect([b"b"], 2)
+    pool.expect([b"b"], -1)
+    assert evicted(pool, [b"a", b"b"]) == [b"a", b"b"]
+
+
+def test_used_again_and_again_a_block_leaves_no_trail() -> None:
+    """`check` bounds what is kept of each release."""
+    pool = BlockPool(3, 8)
+    cached(pool, b"a")
+    pool.expect([b"a"], 1)
+    for _ in range(100):
+        block = pool.lookup(b"a")
+        assert block is not None
+        pool.share([block])
+        pool.release([block])
+        pool.check()
+    assert evicted(pool, [b"a"]) == [b"a"]
+
+
+@given(st.integers(2, 12), st.lists(st.tuples(st.sampled_from("asrpcewf"), st.integers(0, 5)), max_size=60))
 def test_any_sequence_of_calls_keeps_the_invariants(n_blocks: int, calls: list[tuple[str, int]]) -> None:
     pool = BlockPool(n_blocks, 4)
     held: list[list[int]] = []
+    waiting: list[tuple[list[bytes], int]] = []  # chains and turns, in order
     for call, number in calls:
         content = bytes([number])
         if call == "a" and pool.n_free >= number:
@@ -67,7 +137,18 @@ def test_any_sequence_of_calls_keeps_the_invariants(n_blocks: int, calls: list[t
             pool.publish(held[-1][0], content)
         elif call == "c":
             pool.clear_cache()
+        elif call in "ef":
+            chain = [bytes([each]) for each in range(number)]
+            turn = waiting[-1][1] + 1 if waiting and call == "e" else waiting[0][1] - 1 if waiting else 0
+            waiting.insert(len(waiting) if call == "e" else 0, (chain, turn))
+            pool.expect(chain, turn)
+        elif call == "w" and waiting:
+            pool.withdraw(*waiting.pop(number % len(waiting)))
         pool.check()
     for blocks in held:
         pool.release(blocks)
     assert pool.n_free == pool.n_usable
+    for chain, turn in waiting:
+        pool.withdraw(chain, turn)
+    pool.check()
+    assert not pool.expected
