@@ -127,6 +127,7 @@ def status(target: str, overrides: tuple[str, ...], as_json: bool) -> None:
 @click.option("--breakdown", is_flag=True, help="Say where a step's time goes, from one more pass.")
 @click.option("--model", help="Model reference; a JSONL file alone runs the demo's.")
 @click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto")
+@click.option("--quantization", type=click.Choice(["none", "int8"]), help="Of batchrun's linear layers.")
 @click.option("--limit", type=click.IntRange(min=1), help="Measure the first N rows only.")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads, of both sides.")
 @click.option("--temperature", type=click.FloatRange(min=0), default=0.0, help="Sample; 0, if not given, is greedy.")

@@ -58,6 +58,7 @@ def _check_template(template: str) -> str:
 
 Auto = Literal["auto"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["none", "int8"]
 PathText = Annotated[str, Field(min_length=1), AfterValidator(expand_path)]
 Template = Annotated[str, AfterValidator(_check_template)]
 
@@ -72,6 +73,7 @@ class ModelSpec(_Section):
     name_or_path: PathText
     revision: str | None = None
     dtype: DType = "auto"
+    quantization: Quantization = "none"  # of the linear layers, embedding and output projection left out
     reproducible: bool = False
     max_model_len: Annotated[Int, Field(ge=1)] | Auto = "auto"
 
@@ -197,6 +199,7 @@ class JobSpec(_Section):
         model = {
             "revision": revision,
             "dtype": dtype,
+            "quantization": self.model.quantization,
             "max_model_len": max_model_len,
             "reproducible": self.model.reproducible,
             "numerics": numerics,
@@ -217,7 +220,6 @@ _NOT_IN_CONFIGURATION: Any = {  # of the input: where it lies, and what opens it
 }
 _NOT_YET = {
     "kv_cache_dtype",
-    "quantization",
     "slurm",
     "speculative_config",
     "tensor_parallel_size",

@@ -77,6 +77,7 @@ class Plan:
     output_tokens: int  # of all rows, were every one to reach its max_tokens
     device: str
     dtype: str
+    quantization: str
     max_model_len: int
     weight_bytes: int
     kv_bytes_per_token: int
@@ -109,7 +110,8 @@ class Plan:
     def _costs(self, prompts: TokenCounts) -> list[tuple[str, str]]:
         spread = f"{prompts.smallest:,} to {prompts.largest:,}, median {prompts.median:,}, 95% under {prompts.p95:,}"
         budget = "what the GPU has left" if self.kv_budget is None else format_bytes(self.kv_budget)
-        weights = f"{format_bytes(self.weight_bytes)} ({self.dtype} on {self.device})"
+        numbers = self.dtype if self.quantization == "none" else f"{self.dtype}, linear layers {self.quantization},"
+        weights = f"{format_bytes(self.weight_bytes)} ({numbers} on {self.device})"
         per_token = f"{format_bytes(self.kv_bytes_per_token)} a token"
         lines = [
             ("prompts", f"{format_count(self.prompt_tokens)} tokens; {spread}"),
@@ -165,6 +167,7 @@ def make_plan(
         sampled_errors=errors,
         device=checked.device,
         dtype=checked.dtype,
+        quantization=job.model.quantization,
         max_model_len=checked.max_model_len,
         kv_budget=checked.kv_budget,
         notes=notes,
@@ -293,7 +296,7 @@ def _costs(checked: Preflight, rows: Sequence[PreparedRow], scale: float) -> dic
         "prefix_share": 1 - work.computed / max(1, work.prompt),
         "prompt_tokens": work.prompt,
         "output_tokens": work.output,
-        "weight_bytes": memory.weight_bytes(config, width),
+        "weight_bytes": memory.weight_bytes(config, width, checked.job.model.quantization),
         "kv_bytes_per_token": per_token,
         "kv_needed": (work.computed + work.output) * per_token,
         "concurrent": work.concurrent,
@@ -359,7 +362,8 @@ def _roofline(checked: Preflight, work: _Work) -> tuple[float, str]:
     attention = 2 * int(config["num_hidden_layers"]) * int(config["num_attention_heads"]) * memory.head_dim(config)
     pairs = work.prompt_pairs + work.output_pairs
     flops = 2 * ((work.computed + work.output) * matrices + attention * pairs + work.output * head)
-    weights = memory.weight_bytes(config, memory.DTYPE_BYTES[checked.dtype])
+    width = memory.DTYPE_BYTES[checked.dtype]
+    weights = memory.weight_bytes(config, width, checked.job.model.quantization)
     flops_rate = _matmul_rate()
     seconds = max(flops / flops_rate, work.steps * weights / _memory_rate())
     basis = f"{format_count(flops)} FLOP at the {flops_rate / 1e9:,.0f} GFLOP/s of a float32 matmul measured here"

@@ -135,6 +135,7 @@ def preflight(job: JobSpec, *, to_run: bool = False) -> Preflight:
             source.check_columns(inputs)
     with faults.about("engine.device"):
         device = _resolve_device(job, warnings, to_run=to_run)
+        memory.check_quantization(job.model.quantization, device)
         memory.resolve_limits(job.engine, device)
     with faults.about("model.name_or_path"):
         model = resolve(job.model.name_or_path, job.model.revision, weights=False)
@@ -183,7 +184,7 @@ def _check_chat_template(prompt: PromptSpec, model: ModelFiles, tokenizer: Token
 
 def _kv_budget(job: JobSpec, model: ModelFiles, device: memory.Device, dtype: str, max_model_len: int) -> int | None:
     width = memory.DTYPE_BYTES[dtype]
-    weights = memory.weight_bytes(model.config, width)
+    weights = memory.weight_bytes(model.config, width, job.model.quantization)
     if device == "cpu":
         free = memory.available_memory() - weights
     elif (total := memory.gpu_memory()) is not None:

@@ -147,6 +147,15 @@ def test_batchrun_alone(rows: Path, tiny_model: Path) -> None:
     assert set(figures["breakdown"]) == set(PARTS)
 
 
+def test_batchrun_quantized(rows: Path, tiny_model: Path) -> None:
+    arguments = ["bench", str(rows), "--model", str(tiny_model), "--limit", "1", "--json"]
+    for options, expected in (([], "none"), (["--quantization", "int8"], "int8")):
+        result = CliRunner().invoke(main, [*arguments, *options])
+        assert result.exit_code == 0, result.output
+        (ours,) = json.loads(result.stdout)["sides"]
+        assert ours["settings"]["quantization"] == expected
+
+
 def test_no_row_is_asked_for_more_than_the_model_can_hold(tmp_path: Path, tiny_model: Path) -> None:
     job = bench_job(write_rows(tmp_path / "rows.jsonl", ROWS[2:]), (), str(tiny_model))
     workload = read_workload(job, resolve(str(tiny_model)), 512, limit=None, temperature=0, top_p=1)

@@ -271,6 +271,7 @@ def test_the_configuration_holds_what_results_depend_on(job_file: Path) -> None:
         "sampling.temperature=0",
         "prompt.template=x",
         "model.reproducible=true",
+        "model.quantization=int8",
         "input.where=[[a, '=', 1]]",
         "input.id_column=a",
         "output.columns={generated_text: label}",
@@ -304,7 +305,8 @@ LLAMA = {
 def test_kv_bytes_and_parameters_of_a_small_llama() -> None:
     assert memory.kv_bytes_per_token(LLAMA, 4) == 2 * 30 * 3 * 64 * 4
     assert sum(memory.parameter_count(LLAMA)) == pytest.approx(134.5e6, rel=0.001)
-    assert memory.weight_bytes(LLAMA, 2) == sum(memory.parameter_count(LLAMA)) * 2
+    assert memory.weight_bytes(LLAMA, 2, "none") == sum(memory.parameter_count(LLAMA)) * 2
+    assert memory.weight_bytes(LLAMA, 4, "int8") == pytest.approx(106.2e6 + 28.3e6 * 4, rel=0.001)
 
 
 def test_the_context_is_the_models_unless_the_job_asks_for_less() -> None:

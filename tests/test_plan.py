@@ -97,6 +97,14 @@ def test_a_small_job_is_planned_exactly(shared_job: Path) -> None:
     assert "32 to 63" in text
 
 
+def test_quantized_weights_take_less_memory(shared_job: Path) -> None:
+    plain, quantized = (make_plan(load_job(shared_job, [f"model.quantization={each}"])) for each in ("none", "int8"))
+    matrices = 3 * (64 * 16 * (2 * 4 + 2 * 2) + 3 * 64 * 96)
+    assert plain.weight_bytes - quantized.weight_bytes == matrices * 3
+    assert "(float32 on cpu)" in plain.describe()
+    assert "(float32, linear layers int8, on cpu)" in quantized.describe()
+
+
 @pytest.fixture
 def measured(shared_job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StepTimes:
     """As if an engine had measured the job's model on this processor: 1 ms a step and 10 us a token."""

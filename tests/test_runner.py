@@ -397,14 +397,14 @@ def test_an_output_that_was_taken_over_is_left_to_others(
 def test_another_configuration_is_refused_showing_the_fields(tmp_path: Path, tiny_model: Path) -> None:
     job = write_job(tmp_path, tiny_model, ROWS, sampling=GREEDY)
     assert submit(job, limit=3) == 0
-    changes = ["sampling.temperature=0.5", "prompt.template=Tell {{ text }}", "model.reproducible=true"]
+    changes = ["sampling.temperature=0.5", "prompt.template=Tell {{ text }}", "model.quantization=int8"]
     with pytest.raises(JobError) as refused:
         submit(job, *changes)
     assert refused.value.exit_code == 2
     for line in (
         "sampling.temperature: was 0.0, is now 0.5",
         'prompt.template: was "Say {{ text }}", is now "Tell {{ text }}"',
-        "model.reproducible: was false, is now true",
+        'model.quantization: was "none", is now "int8"',
     ):
         assert line in str(refused.value)
     write_rows(tmp_path / "rows.jsonl", ROWS[1:])

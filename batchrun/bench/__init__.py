@@ -18,7 +18,7 @@ from batchrun.bench.report import Measured, Report
 from batchrun.bench.workload import Workload, bench_job, read_workload
 from batchrun.engine.memory import resolve_device, resolve_dtype, resolve_max_model_len
 from batchrun.errors import JobError
-from batchrun.job import EngineSpec, ModelSpec
+from batchrun.job import EngineSpec, ModelSpec, Quantization
 from batchrun.model_files import ModelFiles, resolve
 
 _PAIRS = 3
@@ -30,6 +30,7 @@ def run_bench(
     overrides: Sequence[str] = (),
     model: str | None = None,
     dtype: str = "auto",
+    quantization: Quantization | None = None,
     limit: int | None = None,
     threads: int | None = None,
     temperature: float = 0.0,
@@ -52,7 +53,8 @@ def run_bench(
     if device != "cpu" and (against is not None or breakdown):
         raise JobError("--against and --breakdown measure on a CPU; set engine.device to cpu")
     dtype = resolve_dtype(job.model.dtype if dtype == "auto" else dtype, device)
-    spec = job.model.model_copy(update={"dtype": dtype})
+    quantization = quantization or job.model.quantization
+    spec = job.model.model_copy(update={"dtype": dtype, "quantization": quantization})
     engine_spec = job.engine.model_copy(update={"num_threads": threads} if threads is not None else {})
     files = resolve(spec.name_or_path, spec.revision)
     longest = resolve_max_model_len(files.config, spec)

@@ -41,6 +41,7 @@ class EngineSide:
         self.threads = torch.get_num_threads()
         self.settings = {
             "dtype": model.dtype,
+            "quantization": model.quantization,
             "threads": self.threads,
             "reproducible": model.reproducible,
             **self._engine_settings(),

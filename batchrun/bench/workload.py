@@ -69,7 +69,7 @@ def bench_job(target: Path, overrides: Sequence[str], model: str | None) -> JobS
     if target.suffix in (".yaml", ".yml"):
         return load_job(target, overrides)
     if overrides:
-        raise JobError("--set is for job files; use --model, --dtype and --threads with a JSONL file")
+        raise JobError("--set is for job files; use --model, --dtype, --quantization and --threads with a JSONL file")
     rows = InputSpec(path=str(target), format="jsonl")
     source = Source(rows)
     columns = source.schema_names(source.files()) or []

@@ -32,6 +32,7 @@ from batchrun.ops import backend
 from batchrun.sampling import SamplingParams
 from batchrun.text import format_bytes
 from batchrun.tokenization.tokenizer import Tokenizer
+from batchrun.weights.formats import QUANTIZERS
 from batchrun.weights.load import Loader, open_weights
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
@@ -91,6 +92,7 @@ class Engine:
     def _load(self) -> None:
         spec, raw = self.spec, self.files.config
         device = memory.resolve_device(spec.device)
+        memory.check_quantization(self.model_spec.quantization, device)
         dtype = memory.resolve_dtype(self.model_spec.dtype, device)
         self.max_model_len = memory.resolve_max_model_len(raw, self.model_spec)
         if device == "cuda" and not torch.cuda.is_available():
@@ -132,7 +134,9 @@ class Engine:
     def _decoder(self, device: torch.device, dtype: torch.dtype) -> Decoder:
         config = model_config(self.files.config)
         ops = backend(device, dtype, config.head_dim, reproducible=self.model_spec.reproducible)
-        return Decoder(config, Loader(open_weights(self.files), dtype, device, ops.pack), ops, self.max_model_len)
+        quantize = QUANTIZERS[self.model_spec.quantization]
+        loader = Loader(open_weights(self.files), dtype, device, ops.pack, quantize)
+        return Decoder(config, loader, ops, self.max_model_len)
 
     # ---- requests
 

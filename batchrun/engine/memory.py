@@ -21,7 +21,7 @@ import psutil
 from batchrun.engine.scheduler import Limits
 from batchrun.engine.step_times import StepTimes
 from batchrun.errors import JobError
-from batchrun.job import EngineSpec, ModelSpec
+from batchrun.job import EngineSpec, ModelSpec, Quantization
 from batchrun.kernels.machine import describe_cpu
 from batchrun.text import format_bytes
 
@@ -29,6 +29,7 @@ Device = Literal["cpu", "cuda"]
 Config = Mapping[str, Any]
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+QUANTIZED_BYTES = {"int8": 1}
 RESERVED_BLOCKS = 1  # block 0 fills up block tables and is never handed out
 _GIB = 1 << 30
 _CGROUP = Path("/sys/fs/cgroup")
@@ -88,6 +89,12 @@ def resolve_dtype(dtype: str, device: str) -> str:
     return "bfloat16" if "amx_bf16" in description or "avx512_bf16" in description else "float32"
 
 
+def check_quantization(quantization: Quantization, device: Device) -> None:
+    """Raises JobError where ``device`` cannot compute with such weights."""
+    if quantization != "none" and device != "cpu":
+        raise JobError(f"model.quantization: {quantization} is not supported on {device} yet; use engine.device: cpu")
+
+
 def head_dim(config: Config) -> int:
     """Elements of one attention head."""
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
@@ -115,9 +122,10 @@ def parameter_count(config: Config) -> tuple[int, int]:
     return int(config["num_hidden_layers"]) * (attention + mlp), tables * int(config["vocab_size"]) * hidden
 
 
-def weight_bytes(config: Config, dtype_bytes: int) -> int:
-    """Bytes of the loaded weights, normalisation vectors left out."""
-    return sum(parameter_count(config)) * dtype_bytes
+def weight_bytes(config: Config, dtype_bytes: int, quantization: Quantization) -> int:
+    """Bytes of the loaded weights, normalisation vectors and scales left out."""
+    matrix, embedding = parameter_count(config)
+    return matrix * QUANTIZED_BYTES.get(quantization, dtype_bytes) + embedding * dtype_bytes
 
 
 def context_length(config: Config) -> int:

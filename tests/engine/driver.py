@@ -13,11 +13,13 @@ from batchrun.engine.blocks import BlockPool
 from batchrun.engine.executor import Executor
 from batchrun.engine.request import Request, noise_key
 from batchrun.engine.scheduler import KVGroup, Limits, Scheduler
+from batchrun.job import Quantization
 from batchrun.model_files import resolve
 from batchrun.models.decoder import Decoder
 from batchrun.models.families import model_config
 from batchrun.ops import backend
 from batchrun.sampling import SamplingParams
+from batchrun.weights.formats import QUANTIZERS
 from batchrun.weights.load import Loader, open_weights
 
 MAX_LEN = 256
@@ -31,12 +33,14 @@ def load_decoder(
     reproducible: bool = False,
     ops: ModuleType | None = None,
     packed: bool = True,
+    quantization: Quantization = "none",
 ) -> Decoder:
     """``packed`` False: with plain weights, as where a backend has no layout of its own."""
     files = resolve(str(path))
     config = model_config(files.config)
     ops = ops or backend(CPU, dtype, config.head_dim, reproducible=reproducible)
-    loader = Loader(open_weights(files), dtype, CPU, **({"pack": ops.pack} if packed else {}))
+    pack = {"pack": ops.pack} if packed else {}
+    loader = Loader(open_weights(files), dtype, CPU, quantize=QUANTIZERS[quantization], **pack)
     return Decoder(config, loader, ops, MAX_LEN)
 
 
