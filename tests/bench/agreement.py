@@ -113,6 +113,8 @@ def main() -> None:
         exact = read_with_engine(engine, texts)
     sides: dict[str, Callable[[], Reading]] = {
         "batchrun bfloat16": lambda: read_with_batchrun(files, texts, dtype="bfloat16"),
+        "batchrun float32, int8": lambda: read_with_batchrun(files, texts, dtype="float32", quantization="int8"),
+        "batchrun bfloat16, int8": lambda: read_with_batchrun(files, texts, dtype="bfloat16", quantization="int8"),
         "transformers float32": lambda: read_with_transformers(files, "float32", texts),
         "transformers bfloat16": lambda: read_with_transformers(files, "bfloat16", texts),
     }
