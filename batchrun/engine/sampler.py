@@ -32,8 +32,8 @@ def sample(
     up to its row's position. ``argmax`` is the device's. Returns [S] int64 ids on the logits' device, `NO_TOKEN` where
     logits are not numbers (which is how ``argmax`` tells it).
     """
-    for index, row in enumerate(rows):
-        _adjust(logits[index], row, token_buffer)
+    _penalize(logits, rows, token_buffer)
+    _forbid_stopping(logits, rows)
     best = argmax(logits)
     drawn = [index for index, row in enumerate(rows) if not row.params.greedy]
     if drawn:
@@ -48,21 +48,36 @@ def _smallest(line: Tensor, token: Tensor, n_lines: int, above: int) -> Tensor:
     return torch.full((n_lines,), above, device=token.device).scatter_reduce_(0, line, token, "amin")
 
 
-def _adjust(logits: Tensor, row: SampleRow, token_buffer: Tensor) -> None:
-    """Apply penalties and ``min_tokens`` to one row of logits, in place."""
-    params = row.params
-    if params.has_penalties:
-        tokens = token_buffer[row.slot, : row.position]
-        output = tokens[row.n_prompt :]
-        if params.repetition_penalty != 1.0:
-            seen = tokens.unique()
-            values = logits[seen]
-            penalty = params.repetition_penalty
-            logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
-        ids, counts = output.unique(return_counts=True)
-        logits[ids] -= params.frequency_penalty * counts + params.presence_penalty
-    if row.position - row.n_prompt < params.min_tokens and row.stop_ids:
-        logits[torch.tensor(sorted(row.stop_ids), device=logits.device)] = -math.inf
+def _penalize(logits: Tensor, rows: Sequence[SampleRow], token_buffer: Tensor) -> None:
+    """Apply the penalties to the logits [S, V] of rows that have some, in place."""
+    lines = [index for index, row in enumerate(rows) if row.params.has_penalties]
+    if not lines:
+        return
+    device, size = logits.device, logits.shape[1]
+    params = [row.params for row in rows]
+    repetition = torch.tensor([each.repetition_penalty for each in params], device=device)
+    presence = torch.tensor([each.presence_penalty for each in params], device=device)
+    frequency = torch.tensor([each.frequency_penalty for each in params], device=device)
+
+    known = [token_buffer[rows[index].slot, : rows[index].position] + index * size for index in lines]
+    seen = torch.cat(known).unique()
+    line, token = seen // size, seen % size
+    values, penalty = logits[line, token], repetition[line]
+    logits[line, token] = torch.where(values > 0, values / penalty, values * penalty)
+
+    output = [tokens[rows[index].n_prompt :] for index, tokens in zip(lines, known, strict=True)]
+    generated, counts = torch.cat(output).unique(return_counts=True)
+    line, token = generated // size, generated % size
+    logits[line, token] -= frequency[line] * counts + presence[line]
+
+
+def _forbid_stopping(logits: Tensor, rows: Sequence[SampleRow]) -> None:
+    """Rule out, in place, the stop ids of rows that have fewer than ``min_tokens``."""
+    young = [index for index, row in enumerate(rows) if row.position - row.n_prompt < row.params.min_tokens]
+    pairs = [(index, token) for index in young for token in rows[index].stop_ids]
+    if pairs:
+        line, token = torch.tensor(pairs, device=logits.device).T
+        logits[line, token] = -math.inf
 
 
 def _draw(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:

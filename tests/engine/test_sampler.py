@@ -144,16 +144,47 @@ def test_penalties() -> None:
     logits = torch.tensor([[2.0, -1.0, 1.5, 0.5]])
     buffer = torch.tensor([[0, 1, 2, 2, 0]])  # prompt 0, 1; output 2, 2
 
-    def best(**penalties: float) -> int:
+    def best(**penalties: float) -> list[float]:
         params = SamplingParams(temperature=0, **penalties)
         row = sample_row(params, position=4, n_prompt=2)
         changed = logits.clone()
         sample(changed, [row], buffer)
-        return changed[0].tolist()  # type: ignore[return-value]
+        return changed[0].tolist()
 
     assert best(repetition_penalty=2.0) == [1.0, -2.0, 0.75, 0.5]  # prompt and output
     assert best(presence_penalty=0.5) == [2.0, -1.0, 1.0, 0.5]  # output alone, once
     assert best(frequency_penalty=0.5) == [2.0, -1.0, 0.5, 0.5]  # output alone, per occurrence
+
+
+def test_penalties_and_min_tokens_of_a_row_leave_its_neighbours_alone() -> None:
+    torch.manual_seed(5)
+    logits = torch.randn(5, VOCAB)
+    buffer = torch.randint(VOCAB, (5, 12))
+    kinds: list[dict[str, float]] = [
+        {"repetition_penalty": 1.3},
+        {},
+        {"presence_penalty": -0.4, "frequency_penalty": 0.3},
+        {"min_tokens": 9, "max_tokens": 20},
+        {"repetition_penalty": 0.7, "frequency_penalty": 1.1, "min_tokens": 2, "max_tokens": 20},
+    ]
+    rows = [
+        sample_row(
+            SamplingParams(temperature=0, **kind),
+            slot=4 - index,
+            position=6 + index,
+            n_prompt=4,
+            stop_ids=frozenset({index, 30}),
+        )
+        for index, kind in enumerate(kinds)
+    ]
+    together = logits.clone()
+    sample(together, rows, buffer)
+    for index, row in enumerate(rows):
+        alone = logits[index : index + 1].clone()
+        sample(alone, [row], buffer)
+        assert torch.equal(together[index], alone[0])
+        assert torch.equal(alone[0], logits[index]) is (index == 1)
+    assert (together == -math.inf).nonzero().tolist() == [[3, 3], [3, 30]]
 
 
 def test_min_tokens_forbids_stopping() -> None:

@@ -205,7 +205,7 @@ def test_who_waits_for_a_prefix_goes_on_when_it_is_given_up() -> None:
     for each in (first, second):
         scheduler.add(each)
     step(scheduler)
-    assert second.state is State.WAITING
+    assert second in scheduler.waiting
     scheduler.finish(first, "abort")
     step(scheduler)
     assert second.state is State.RUNNING
