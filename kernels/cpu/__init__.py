@@ -182,7 +182,8 @@ def attention(
 
     Args:
         q: [T, HQ, D]; D a multiple of 8 up to 256. Tokens past ``cu_q[B]`` are padding: their result is zero.
-        k_cache, v_cache: [n_blocks, HKV, block_size, D], HKV dividing HQ; the dtype may differ from q's.
+        k_cache, v_cache: [n_blocks, HKV, block_size, D], HKV dividing HQ; the dtype may differ from q's. Within a block
+            and head keys lie transposed, [D, block_size], as :func:`rope_kv_write` leaves them.
         batch: see :class:`AttentionBatch`.
         scale: factor of the dot products.
         window: a query at position p sees the keys after p - window; None: all up to p.
@@ -267,7 +268,8 @@ def rope_kv_write(
             with i + D / 2 (``rotate_half`` of Hugging Face).
         positions: int32 or int64 [T].
         slots: int32 or int64 [T]: ``block * block_size + offset`` in the cache.
-        k_cache, v_cache: [n_blocks, HKV, block_size, D], written in place; the dtype may differ from qkv's.
+        k_cache, v_cache: [n_blocks, HKV, block_size, D], written in place, the keys of a block and head as
+            [D, block_size]; the dtype may differ from qkv's.
         q_norm, k_norm: [D] of qkv's dtype, or None; eps belongs to them.
 
     Returns:

@@ -6,6 +6,9 @@
 // block tables begin alike, which meet the tiles that they share together and then each row its own. Keys come in tiles
 // of TILE; SPLIT keys make a softmax of their own, and the splits of a line are merged in ascending order, by however
 // many threads computed. A line meets its tiles in the order of their keys, whoever meets them with it.
+//
+// The cache holds the values of a block and KV head as [block_size, head_dim], and its keys transposed, as
+// [head_dim, block_size]: neighbouring keys fill a vector as they lie.
 #pragma once
 
 #include <omp.h>
@@ -20,7 +23,7 @@
 
 namespace {
 
-constexpr int TILE = 64, SPLIT = 512, LINES = 96, BLOCKED_LINES = 6, MAX_HEAD_DIM = 256;
+constexpr int TILE = 64, SPLIT = 512, LINES = 96, BLOCKED_LINES = 6;
 static_assert(SPLIT % TILE == 0 && TILE % W == 0 && LINES % BLOCKED_LINES == 0, "");
 
 // Vectors to keep in registers per line when `lines` lines are blocked together: a power of two.
@@ -116,41 +119,71 @@ struct Range {
     int begin, end;
 };
 
-// Addresses of a tile's keys and values. Those outside of [begin, end) read as zeros and are in no line's range.
+// Neighbouring keys of one block that belong to a tile: `count` from the tile's `first` on. Element d of a key lies d
+// rows of the block behind its first one; the values follow one another.
+struct Part {
+    const char *keys, *values;
+    int first, count;
+};
+
+// Addresses of a tile's keys and values, those in [begin, end).
 struct Tile {
-    const char *keys[TILE], *values[TILE];
-    int begin, end;
+    Part parts[TILE];
+    int n_parts, begin, end;
 };
 
 // Fetches a tile's memory one cache line at a time between the arithmetic on the tile before, so that neither waits.
 class Prefetch {
-    const char *const *row, *const *end;
-    int offset = 0, bytes;
+    const Part *part, *last;
+    const char* at = nullptr;
+    int row = 0, rows, key_stride, item, left = 0;  // bytes of the row that are left
+
+    void next_row() {
+        bool is_key = row < rows;
+        at = is_key ? part->keys + size_t(row) * key_stride : part->values;
+        left = part->count * item * (is_key ? 1 : rows);
+        if (row++ < rows) return;
+        row = 0;
+        ++part;
+    }
 
 public:
-    Prefetch(const Tile* tile, int row_bytes)
-        : row(tile ? tile->keys : nullptr), end(tile ? tile->keys + 2 * TILE : nullptr), bytes(row_bytes) {}
+    // `item` bytes an element, `dim` elements a key, whose neighbours are `block_size` elements apart.
+    Prefetch(const Tile* tile, int dim, int block_size, int item)
+        : part(tile ? tile->parts : nullptr),
+          last(tile ? tile->parts + tile->n_parts : nullptr),
+          rows(dim),
+          key_stride(block_size * item),
+          item(item) {}
 
     void advance() {
-        if (row == end) return;
-        __builtin_prefetch(*row + offset);
-        if ((offset += 64) >= bytes) {
-            offset = 0;
-            ++row;
+        if (left <= 0) {
+            if (part == last) return;
+            next_row();
         }
+        __builtin_prefetch(at);
+        at += 64;
+        left -= 64;
     }
 };
-static_assert(offsetof(Tile, values) == sizeof(Tile::keys), "Prefetch walks from the keys into the values");
 
-// One thread's working memory; `ranges` and `value_rows` belong to the current tile.
+// A tile's keys and values as K and V, where they lie or in working memory: `keys` are vectors of W neighbours, whose
+// element d lies d * `key_stride` behind the first.
+template <class K, class V>
+struct Operands {
+    const K* keys[TILE / W];
+    const V* values[TILE];
+    int key_stride;
+};
+
+// One thread's working memory; `ranges` belong to the current tile.
 struct Scratch {
     float* queries;  // [LINES, head_dim]
-    float* keys;     // [TILE / W, head_dim, W]: transposed
+    float* keys;     // [head_dim, TILE]
     float* values;   // [TILE, padded_dim]
     float* scores;   // [LINES, TILE]: then probabilities
     Partial split, total;
     Range ranges[LINES];
-    const char* value_rows[TILE];  // into `values`
 
     static size_t size(const Attention& a) {
         return size_t(LINES) * round_up(a.head_dim, 16) + size_t(TILE) * (a.head_dim + a.padded_dim() + LINES) +
@@ -162,12 +195,8 @@ struct Scratch {
           values(keys + TILE * a.head_dim),
           scores(values + TILE * a.padded_dim()),
           split(scores + LINES * TILE, LINES),
-          total(split.values + LINES * a.padded_dim(), LINES) {
-        for (int i = 0; i < TILE; ++i) value_rows[i] = reinterpret_cast<const char*>(values + i * a.padded_dim());
-    }
+          total(split.values + LINES * a.padded_dim(), LINES) {}
 };
-
-alignas(64) const char ZEROS[MAX_HEAD_DIM * sizeof(float)] = {};
 
 template <class C>
 struct Cache {
@@ -176,73 +205,86 @@ struct Cache {
 
 template <class C>
 void locate(const Attention& a, Cache<C> cache, const Lines& lines, const Visit& visit, Tile& out) {
-    int first_key = visit.first_key;
-    out.begin = std::max(lines.key_begin - first_key, 0);
-    out.end = std::min(lines.end_of(a, visit) - first_key, TILE);
-    std::fill_n(out.keys, TILE, ZEROS);
-    std::fill_n(out.values, TILE, ZEROS);
+    out.begin = std::max(lines.key_begin - visit.first_key, 0);
+    out.end = std::min(lines.end_of(a, visit) - visit.first_key, TILE);
+    out.n_parts = 0;
     const int32_t* table = a.block_table + int64_t(visit.row) * a.table_width;
-    int block = (first_key + out.begin) / a.block_size, offset = (first_key + out.begin) % a.block_size;
-    for (int i = out.begin; i < out.end; ++block, offset = 0) {
-        int64_t line = (int64_t(table[block]) * a.kv_heads + lines.kv_head) * a.block_size + offset;
-        for (; offset < a.block_size && i < out.end; ++offset, ++i, ++line) {
-            out.keys[i] = reinterpret_cast<const char*>(cache.keys + line * a.head_dim);
-            out.values[i] = reinterpret_cast<const char*>(cache.values + line * a.head_dim);
-        }
+    for (int key = out.begin; key < out.end;) {
+        int block = (visit.first_key + key) / a.block_size, offset = (visit.first_key + key) % a.block_size;
+        int count = std::min(a.block_size - offset, out.end - key);
+        int64_t head = (int64_t(table[block]) * a.kv_heads + lines.kv_head) * a.block_size * a.head_dim;
+        out.parts[out.n_parts++] = {reinterpret_cast<const char*>(cache.keys + head + offset),
+                                    reinterpret_cast<const char*>(cache.values + head + offset * a.head_dim), key, count};
+        key += count;
     }
 }
 
-inline void unpack_words(const vec words[4], float* out, const float*) {
-    for (int j = 0; j < 4; ++j) store(out + j * W, words[j]);
-}
-
-// A 32-bit word holds two neighbouring bf16, the first in the low half.
-inline void unpack_words(const vec words[4], float* out, const bf16*) {
-    for (int j = 0; j < 4; ++j) {
-        uvec pair = bit_cast<uvec>(words[j]);
-        store(out + 2 * j * W, bit_cast<vec>(pair << 16));
-        store(out + (2 * j + 1) * W, bit_cast<vec>(pair & 0xffff0000u));
+// Keys where they lie: a block holds whole vectors. What a vector holds beside the tile's keys is in no line's range.
+template <class C, class V>
+void use_keys(const Attention& a, const Tile& tile, Operands<C, V>& out) {
+    out.key_stride = a.block_size;
+    for (int i = 0; i < tile.n_parts; ++i) {
+        const Part& part = tile.parts[i];
+        const C* first = reinterpret_cast<const C*>(part.keys) - part.first % W;
+        for (int v = part.first / W; v * W < part.first + part.count; ++v, first += W) out.keys[v] = first;
     }
+    for (int v = 0; v < TILE / W; ++v)
+        if ((v + 1) * W <= tile.begin || v * W >= tile.end) out.keys[v] = out.keys[tile.begin / W];
 }
 
-template <class C>
-void unpack_keys(const Attention& a, const Tile& tile, float* out, Prefetch& ahead) {
-    int bytes = a.head_dim * sizeof(C);
-    for (int group = tile.begin / W; group * W < tile.end; ++group) {
-        float* to = out + size_t(group) * a.head_dim * W;
-        for (int offset = 0; offset < bytes; offset += 16, to += 16 / sizeof(C) * W) {
-            vec words[4];
+template <class C, class V>
+void copy_keys(const Attention& a, const Tile& tile, float* keys, Operands<float, V>& out, Prefetch& ahead) {
+    out.key_stride = TILE;
+    for (int v = 0; v < TILE / W; ++v) out.keys[v] = keys + v * W;
+    for (int i = 0; i < tile.n_parts; ++i) {
+        const Part& part = tile.parts[i];
+        for (int d = 0; d < a.head_dim; ++d) {
+            const C* from = reinterpret_cast<const C*>(part.keys) + size_t(d) * a.block_size;
             ahead.advance();
-            transpose(tile.keys + group * W, offset, words);
-            unpack_words(words, to, static_cast<const C*>(nullptr));
+            for_each_vec(part.count, [&, to = keys + size_t(d) * TILE + part.first](int j, auto get, auto put) {
+                put(to + j, get(from + j));
+            });
         }
     }
 }
 
-template <class C>
-void unpack_values(const Attention& a, const Tile& tile, float* out, Prefetch& ahead) {
-    for (int key = tile.begin; key < tile.end; ++key) {
-        const C* from = reinterpret_cast<const C*>(tile.values[key]);
-        float* to = out + size_t(key) * a.padded_dim();
-        ahead.advance();
-        int i = 0;
-        for (; i + W <= a.head_dim; i += W) store(to + i, load(from + i));
-        if (i < a.head_dim) store(to + i, load_some(from + i, a.head_dim - i));
+template <class K, class V>
+void use_values(const Attention& a, const Tile& tile, Operands<K, V>& out) {
+    for (int i = 0; i < tile.n_parts; ++i) {
+        const V* from = reinterpret_cast<const V*>(tile.parts[i].values);
+        for (int j = 0; j < tile.parts[i].count; ++j) out.values[tile.parts[i].first + j] = from + size_t(j) * a.head_dim;
     }
 }
 
-// scores[r][key] = query r . key, for R lines and the key groups [begin, end) of a tile (W keys each).
-template <int R>
-void score(const float* queries, const float* keys, int dim, int begin, int end, float* scores, Prefetch& ahead) {
+template <class C, class K>
+void copy_values(const Attention& a, const Tile& tile, float* values, Operands<K, float>& out, Prefetch& ahead) {
+    for (int i = 0; i < tile.n_parts; ++i) {
+        const C* from = reinterpret_cast<const C*>(tile.parts[i].values);
+        for (int j = 0; j < tile.parts[i].count; ++j, from += a.head_dim) {
+            float* to = values + size_t(tile.parts[i].first + j) * a.padded_dim();
+            out.values[tile.parts[i].first + j] = to;
+            ahead.advance();
+            int d = 0;
+            for (; d + W <= a.head_dim; d += W) store(to + d, load(from + d));
+            if (d < a.head_dim) store(to + d, load_some(from + d, a.head_dim - d));
+        }
+    }
+}
+
+// scores[r][key] = query r . key, for R lines and the vectors of keys [begin, end) of a tile.
+template <int R, class K>
+void score(const float* queries, const K* const* keys, int stride, int dim, int begin, int end, float* scores,
+           Prefetch& ahead) {
     constexpr int N = vectors_for(R);
     for (int group = begin / N * N; group < end; group += N) {
-        const float* k = keys + size_t(group) * dim * W;
+        const K* k[N];
+        std::copy_n(keys + group, N, k);
         vec dot[R][N] = {};
         for (int d = 0; d < dim; ++d) {
             vec key[N];
             ahead.advance();
 #pragma GCC unroll 8
-            for (int n = 0; n < N; ++n) key[n] = load(k + (size_t(n) * dim + d) * W);
+            for (int n = 0; n < N; ++n) key[n] = load(k[n] + size_t(d) * stride);
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
                 vec query = splat(queries[r * dim + d]);
@@ -259,7 +301,7 @@ void score(const float* queries, const float* keys, int dim, int begin, int end,
 
 // sums[r] += probabilities[r][key] * value[key] over a range of keys, for R lines and N vectors from `column` on.
 template <int R, int N, class V>
-inline void add_columns(const float* probabilities, const char* const* values, int column, int stride, Range keys,
+inline void add_columns(const float* probabilities, const V* const* values, int column, int stride, Range keys,
                         float* sums, Prefetch& ahead) {
     vec total[R][N];
 #pragma GCC unroll 8
@@ -267,7 +309,7 @@ inline void add_columns(const float* probabilities, const char* const* values, i
 #pragma GCC unroll 8
         for (int n = 0; n < N; ++n) total[r][n] = load(sums + r * stride + column + n * W);
     for (int key = keys.begin; key < keys.end; ++key) {
-        const V* row = reinterpret_cast<const V*>(values[key]) + column;
+        const V* row = values[key] + column;
         vec value[N];
         ahead.advance();
 #pragma GCC unroll 8
@@ -286,7 +328,7 @@ inline void add_columns(const float* probabilities, const char* const* values, i
 }
 
 template <int R, class V>
-void add_values(const float* probabilities, const char* const* values, int stride, Range keys, float* sums,
+void add_values(const float* probabilities, const V* const* values, int stride, Range keys, float* sums,
                 Prefetch& ahead) {
     if (keys.begin >= keys.end) return;
     constexpr int N = vectors_for(R);
@@ -329,8 +371,8 @@ void soften(const Attention& a, float* scores, Range keys, Partial& state, int l
 
 // Lines [line, line + R) against one tile. Where their causal or window edges differ, the keys that all of them see are
 // added together and the rest line by line: a key outside of a line's range never touches its state.
-template <int R, class V>
-void attend(const Attention& a, const Scratch& s, const char* const* rows, Partial& state, int line, Prefetch& ahead) {
+template <int R, class K, class V>
+void attend(const Attention& a, const Scratch& s, const Operands<K, V>& tile, Partial& state, int line, Prefetch& ahead) {
     int dim = a.head_dim, padded = a.padded_dim();
     const Range* ranges = s.ranges + line;
     float* scores = s.scores + line * TILE;
@@ -343,34 +385,35 @@ void attend(const Attention& a, const Scratch& s, const char* const* rows, Parti
     }
     if (any.begin >= any.end) return;
     if (all.begin >= all.end) all = {TILE, TILE};
-    score<R>(s.queries + line * dim, s.keys, dim, any.begin / W, (any.end + W - 1) / W, scores, ahead);
+    score<R>(s.queries + line * dim, tile.keys, tile.key_stride, dim, any.begin / W, (any.end + W - 1) / W, scores,
+             ahead);
     for (int r = 0; r < R; ++r)
         if (ranges[r].begin < ranges[r].end) soften(a, scores + r * TILE, ranges[r], state, line + r);
     for (int r = 0; r < R; ++r) {
         Range before{ranges[r].begin, std::min(all.begin, ranges[r].end)};
-        add_values<1, V>(scores + r * TILE, rows, padded, before, values + r * padded, ahead);
+        add_values<1>(scores + r * TILE, tile.values, padded, before, values + r * padded, ahead);
     }
-    add_values<R, V>(scores, rows, padded, all, values, ahead);
+    add_values<R>(scores, tile.values, padded, all, values, ahead);
     for (int r = 0; r < R; ++r) {
         Range after{all.end, ranges[r].end};
-        add_values<1, V>(scores + r * TILE, rows, padded, after, values + r * padded, ahead);
+        add_values<1>(scores + r * TILE, tile.values, padded, after, values + r * padded, ahead);
     }
 }
 
-// A visit's lines against its tile, whose values lie at `rows` as V.
-template <class V>
-void attend_all(const Attention& a, const Scratch& s, const char* const* rows, Partial& state, const Visit& visit,
+// A visit's lines against its tile.
+template <class K, class V>
+void attend_all(const Attention& a, const Scratch& s, const Operands<K, V>& tile, Partial& state, const Visit& visit,
                 Prefetch& ahead) {
     int line = visit.begin;
     for (; line + BLOCKED_LINES <= visit.end; line += BLOCKED_LINES)
-        attend<BLOCKED_LINES, V>(a, s, rows, state, line, ahead);
+        attend<BLOCKED_LINES>(a, s, tile, state, line, ahead);
     static_assert(BLOCKED_LINES == 6, "the cases below are the remainders");
     switch (visit.end - line) {
-        case 5: return attend<5, V>(a, s, rows, state, line, ahead);
-        case 4: return attend<4, V>(a, s, rows, state, line, ahead);
-        case 3: return attend<3, V>(a, s, rows, state, line, ahead);
-        case 2: return attend<2, V>(a, s, rows, state, line, ahead);
-        case 1: return attend<1, V>(a, s, rows, state, line, ahead);
+        case 5: return attend<5>(a, s, tile, state, line, ahead);
+        case 4: return attend<4>(a, s, tile, state, line, ahead);
+        case 3: return attend<3>(a, s, tile, state, line, ahead);
+        case 2: return attend<2>(a, s, tile, state, line, ahead);
+        case 1: return attend<1>(a, s, tile, state, line, ahead);
     }
 }
 
@@ -383,13 +426,24 @@ void attend_tile(const Attention& a, const Lines& lines, const Visit& visit, con
         s.ranges[i] = {std::max(a.first_key(position) - visit.first_key, 0),
                        std::min(position + 1 - visit.first_key, TILE)};
     }
-    Prefetch ahead(next, a.head_dim * sizeof(C));
-    unpack_keys<C>(a, tile, s.keys, ahead);
-    // Values are read where they lie, unless they end within a vector or many lines would convert them again and again.
-    if (a.head_dim % W == 0 && (std::is_same<C, float>::value || visit.end - visit.begin <= BLOCKED_LINES))
-        return attend_all<C>(a, s, tile.values, state, visit, ahead);
-    unpack_values<C>(a, tile, s.values, ahead);
-    attend_all<float>(a, s, s.value_rows, state, visit, ahead);
+    Prefetch ahead(next, a.head_dim, a.block_size, sizeof(C));
+    // Few lines read the cache where it lies, if whole vectors do; for many, keys lie closer and are converted but once.
+    bool whole = a.head_dim % W == 0, few = visit.end - visit.begin <= BLOCKED_LINES;
+    if (few && whole && a.block_size % W == 0) {
+        Operands<C, C> operands;
+        use_keys(a, tile, operands);
+        use_values(a, tile, operands);
+        return attend_all(a, s, operands, state, visit, ahead);
+    }
+    Operands<float, float> operands;
+    copy_keys<C>(a, tile, s.keys, operands, ahead);
+    if constexpr (std::is_same<C, float>::value)
+        if (whole) {
+            use_values(a, tile, operands);
+            return attend_all(a, s, operands, state, visit, ahead);
+        }
+    copy_values<C>(a, tile, s.values, operands, ahead);
+    attend_all(a, s, operands, state, visit, ahead);
 }
 
 // A split of some lines; none: no lines.

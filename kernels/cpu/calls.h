@@ -13,6 +13,7 @@
 namespace {
 
 constexpr int THREADS_WORTH_IT = 16384;  // elements below which waking the other threads costs more than it saves
+constexpr int MAX_HEAD_DIM = 256;
 
 // The message of a refused call, valid until the thread's next one. nullptr is success everywhere.
 __attribute__((format(printf, 1, 2))) const char* refuse(const char* format, ...) {

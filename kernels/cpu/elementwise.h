@@ -123,8 +123,10 @@ void rope_kv_write(const T* qkv, const float* cos_sin, Indices positions, Indice
         const T *k = x + s.q_heads * dim, *v = k + s.kv_heads * dim;
         int64_t block = slots[token] / s.block_size, offset = slots[token] % s.block_size;
         for (int h = 0; h < s.kv_heads; ++h) {
-            int64_t line = ((block * s.kv_heads + h) * s.block_size + offset) * dim;
-            rope_head(k + h * dim, k_norm, s.eps, angles, dim, k_cache + line);
+            int64_t head = (block * s.kv_heads + h) * s.block_size * dim, line = head + offset * dim;
+            C rotated[MAX_HEAD_DIM];
+            rope_head(k + h * dim, k_norm, s.eps, angles, dim, rotated);
+            for (int i = 0; i < dim; ++i) k_cache[head + i * s.block_size + offset] = rotated[i];
             for_each_vec(dim, [&](int i, auto get, auto put) { put(v_cache + line + i, get(v + h * dim + i)); });
         }
     }

@@ -53,7 +53,12 @@ inline vec load(const float* p) {
 inline vec load(const bf16* p) {
     hvec x;
     std::memcpy(&x, p, sizeof x);
-    return bit_cast<vec>(__builtin_convertvector(x, uvec) << 16);
+#if defined(__AVX2__) && !defined(__AVX512F__)  // for which compilers widen in halves
+    uvec wide = (uvec)_mm256_cvtepu16_epi32((__m128i)x);
+#else
+    uvec wide = __builtin_convertvector(x, uvec);
+#endif
+    return bit_cast<vec>(wide << 16);
 }
 
 inline void store(float* p, vec x) { std::memcpy(p, &x, sizeof x); }
@@ -184,46 +189,5 @@ inline float exp(float x) { return exp(splat(x))[0]; }
 
 // Absolute error about 1e-7, which is what a soft cap needs.
 inline vec tanh(vec x) { return 1.0f - 2.0f / (exp(2.0f * x) + 1.0f); }
-
-// Reads 16 bytes at `offset` of each of W rows and transposes: out[j] holds the j-th 32-bit word of every row in order.
-#if defined(__AVX512F__)
-inline __m512 quarter_rows(const char* const* rows, size_t offset) {
-    auto at = [=](int i) { return _mm_loadu_ps(reinterpret_cast<const float*>(rows[i] + offset)); };
-    __m512 x = _mm512_insertf32x4(_mm512_castps128_ps512(at(0)), at(4), 1);
-    return _mm512_insertf32x4(_mm512_insertf32x4(x, at(8), 2), at(12), 3);
-}
-inline void transpose(const char* const* rows, size_t offset, vec out[4]) {
-    __m512 a = quarter_rows(rows, offset), b = quarter_rows(rows + 1, offset);
-    __m512 c = quarter_rows(rows + 2, offset), d = quarter_rows(rows + 3, offset);
-    __m512 ab = _mm512_unpacklo_ps(a, b), cd = _mm512_unpacklo_ps(c, d);
-    __m512 ab_high = _mm512_unpackhi_ps(a, b), cd_high = _mm512_unpackhi_ps(c, d);
-    out[0] = (vec)_mm512_shuffle_ps(ab, cd, 0x44);
-    out[1] = (vec)_mm512_shuffle_ps(ab, cd, 0xee);
-    out[2] = (vec)_mm512_shuffle_ps(ab_high, cd_high, 0x44);
-    out[3] = (vec)_mm512_shuffle_ps(ab_high, cd_high, 0xee);
-}
-#elif defined(__AVX2__) && defined(__FMA__)
-inline __m256 half_rows(const char* const* rows, size_t offset) {
-    auto at = [=](int i) { return _mm_loadu_ps(reinterpret_cast<const float*>(rows[i] + offset)); };
-    return _mm256_insertf128_ps(_mm256_castps128_ps256(at(0)), at(4), 1);
-}
-inline void transpose(const char* const* rows, size_t offset, vec out[4]) {
-    __m256 a = half_rows(rows, offset), b = half_rows(rows + 1, offset);
-    __m256 c = half_rows(rows + 2, offset), d = half_rows(rows + 3, offset);
-    __m256 ab = _mm256_unpacklo_ps(a, b), cd = _mm256_unpacklo_ps(c, d);
-    __m256 ab_high = _mm256_unpackhi_ps(a, b), cd_high = _mm256_unpackhi_ps(c, d);
-    out[0] = (vec)_mm256_shuffle_ps(ab, cd, 0x44);
-    out[1] = (vec)_mm256_shuffle_ps(ab, cd, 0xee);
-    out[2] = (vec)_mm256_shuffle_ps(ab_high, cd_high, 0x44);
-    out[3] = (vec)_mm256_shuffle_ps(ab_high, cd_high, 0xee);
-}
-#else
-inline void transpose(const char* const* rows, size_t offset, vec out[4]) {
-    int32_t words[4][W];
-    for (int i = 0; i < W; ++i)
-        for (int j = 0; j < 4; ++j) std::memcpy(&words[j][i], rows[i] + offset + 4 * j, 4);
-    std::memcpy(out, words, sizeof words);
-}
-#endif
 
 }  // namespace
