@@ -25,7 +25,8 @@ def generate(engine, rows, length):
         assert result.error is None, result.error
 
 for dtype in sys.argv[2:]:
-    engine = Engine(sys.argv[1], dtype=dtype, num_threads=1, max_num_seqs=32, kv_cache_memory="8MiB")
+    bounds = dict(max_num_seqs=32, max_num_batched_tokens=128, kv_cache_memory="8MiB", num_threads=1)
+    engine = Engine(sys.argv[1], dtype=dtype, **bounds)
     generate(engine, 3, 5)
     assert events or dtype != sys.argv[2], "the hook hears nothing"
     events.clear()
