@@ -30,6 +30,7 @@ _SAMPLE_ROWS = 50_000  # what the engine orders at once
 _CHUNK_ROWS = 256
 _BAR = 40
 _PROBE_SECONDS = 0.1
+_PROBE_TRIES = 5  # at least, where others use the processor
 _PROBE_SHAPE = (256, 1024, 1024)
 
 
@@ -246,6 +247,7 @@ class _Work:
     output: int
     prompt_pairs: float  # of a computed token and one that it attends to
     output_pairs: float
+    output_reads: float  # pairs whose key and value come from memory: a shared beginning stays in the processor's cache
     concurrent: int  # sequences that run at once
     decode_steps: int
     steps: int
@@ -272,6 +274,7 @@ def _work(checked: Preflight, rows: Sequence[PreparedRow], scale: float, limits:
         output=generated,
         prompt_pairs=computed * (total + hits) / 2 / n,
         output_pairs=generated * (total + output / 2) / n,
+        output_reads=generated * (total - hits + output / 2) / n,
         concurrent=concurrent,
         decode_steps=decode_steps,
         steps=max(decode_steps, math.ceil((computed + generated) / limits.max_num_batched_tokens)) if n_rows else 0,
@@ -333,7 +336,7 @@ def _measured_seconds(checked: Preflight, work: _Work, limits: Limits, times: St
     """Seconds of the steps that will run: prompts in steps as full as can be, outputs in steps of all that run.
 
     To these, what was not measured: a token that attends to another takes 4 operations for each element of its query,
-    at the rate of the linear layers, or the reading of a key and a value from memory where that takes longer.
+    at the rate of the linear layers; outputs read keys and values from memory, which counts where it takes longer.
     """
     config = checked.model.config
     full = min(limits.max_num_batched_tokens, max(1, work.computed))
@@ -343,11 +346,9 @@ def _measured_seconds(checked: Preflight, work: _Work, limits: Limits, times: St
     largest = max(times.layers)
     flops_rate = 2 * memory.parameter_count(config)[0] * largest / times.layers[largest]
     read = memory.kv_bytes_per_token(config, memory.DTYPE_BYTES[checked.dtype])
-    return (
-        steps
-        + work.prompt_pairs * flops / flops_rate
-        + work.output_pairs * max(flops / flops_rate, read / _memory_rate())
-    )
+    prompts = work.prompt_pairs * flops / flops_rate
+    outputs = max(work.output_pairs * flops / flops_rate, work.output_reads * read / _memory_rate())
+    return steps + prompts + outputs
 
 
 def _roofline(checked: Preflight, work: _Work) -> tuple[float, str]:
@@ -379,16 +380,17 @@ def _matmul_rate() -> float:
 
 def _memory_rate() -> float:
     """This CPU's memory rate in bytes/s, the best of about 0.1 s."""
-    big = np.ones(8 << 20, np.float32)
-    return 2 * big.nbytes / _best(lambda: big.copy())
+    big, target = np.ones(8 << 20, np.float32), np.zeros(8 << 20, np.float32)
+    return 2 * big.nbytes / _best(lambda: np.copyto(target, big))
 
 
 def _best(work: Any) -> float:
-    best, end = math.inf, time.perf_counter() + _PROBE_SECONDS
-    while (start := time.perf_counter()) < end:
+    times: list[float] = []
+    end = time.perf_counter() + _PROBE_SECONDS
+    while (start := time.perf_counter()) < end or len(times) < _PROBE_TRIES:
         work()
-        best = min(best, time.perf_counter() - start)
-    return best
+        times.append(time.perf_counter() - start)
+    return min(times)
 
 
 def _histogram(histogram: Sequence[tuple[int, int, int]]) -> str:
