@@ -291,7 +291,7 @@ class _Run:
             if files.revision != self.ready.model.revision:
                 raise StoppedError(f"{files.reference} changed while the job started; run the same command again")
             options = spec.model_dump(exclude={"name_or_path"}) | self.job.engine.model_dump()
-            self._engine = Engine(files, **options)
+            self._engine = Engine(files, tokenizer=self.ready.tokenizer, **options)
         return self._engine
 
     def _close_engine(self) -> None:

