@@ -336,7 +336,7 @@ def _measured_seconds(checked: Preflight, work: _Work, limits: Limits, times: St
     """Seconds of the steps that will run: prompts in steps as full as can be, outputs in steps of all that run.
 
     To these, what was not measured: a token that attends to another takes 4 operations for each element of its query,
-    at the rate of the linear layers; outputs read keys and values from memory, which counts where it takes longer.
+    at half the rate of the linear layers; outputs read keys and values from memory, which counts where it takes longer.
     """
     config = checked.model.config
     full = min(limits.max_num_batched_tokens, max(1, work.computed))
@@ -344,7 +344,7 @@ def _measured_seconds(checked: Preflight, work: _Work, limits: Limits, times: St
     steps = work.computed / full * times.seconds(full, 0) + work.decode_steps * times.seconds(decoding, decoding)
     flops = 4 * int(config["num_hidden_layers"]) * int(config["num_attention_heads"]) * memory.head_dim(config)
     largest = max(times.layers)
-    flops_rate = 2 * memory.parameter_count(config)[0] * largest / times.layers[largest]
+    flops_rate = memory.parameter_count(config)[0] * largest / times.layers[largest]  # half of it
     read = memory.kv_bytes_per_token(config, memory.DTYPE_BYTES[checked.dtype])
     prompts = work.prompt_pairs * flops / flops_rate
     outputs = max(work.output_pairs * flops / flops_rate, work.output_reads * read / _memory_rate())
