@@ -85,8 +85,8 @@ class Int8(Weight):
     @classmethod
     def quantize(cls, data: torch.Tensor) -> Int8:
         """The nearest to plain numbers ``[out, in]``."""
-        values, scales = rows_to_int8(data)
-        return cls(values, scales, data.dtype)
+        values, scales = round_rows(data, LARGEST_INT8)
+        return cls(values.to(torch.int8), scales, data.dtype)
 
     @property
     def values(self) -> torch.Tensor:
@@ -101,12 +101,12 @@ class Int8(Weight):
 QUANTIZERS: Mapping[str, Callable[[torch.Tensor], Weight]] = {"none": Dense, "int8": Int8.quantize}
 
 
-def rows_to_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows ``[N, K]`` of floats as int8 times a float32 scale ``[N]``: the largest magnitude of a row becomes 127.
+def round_rows(x: torch.Tensor, largest: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows ``[N, K]`` of floats as integers times scales ``[N]``, all float32; a row's largest becomes ``largest``.
 
     A row with anything that is not finite becomes zeros with the scale NaN, so that what is made of it is NaN.
     """
     wide = x.float()
-    scales = wide.abs().amax(dim=1).clamp(min=_LEAST_MAGNITUDE) / LARGEST_INT8
-    values = (wide * scales.reciprocal()[:, None]).round().nan_to_num().to(torch.int8)
+    scales = wide.abs().amax(dim=1).clamp(min=_LEAST_MAGNITUDE) / largest
+    values = (wide * scales.reciprocal()[:, None]).round().nan_to_num()
     return values, scales.masked_fill(scales.isinf(), torch.nan)

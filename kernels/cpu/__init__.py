@@ -113,7 +113,7 @@ class Int8Panels:
         n, k = values.shape
         _like("scales", scales, (n,), torch.float32)
         most = _library().batchrun_max_int8_depth()
-        _require(k <= most, f"the weight has {k} columns; up to {most} can be summed exactly")
+        _require(0 < k <= most, f"the weight has {k} columns; 1 to {most} can be summed exactly")
         columns = _library().batchrun_panel_columns()
         pairs = (k + 1) // 2
         self.data = torch.empty(-(-n // columns), pairs, columns, 2, dtype=torch.int8)
@@ -160,9 +160,10 @@ def linear_int8(
     dtype: torch.dtype | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """As :func:`linear`, in 8 bits: each row of ``x`` is rounded to int8 times a scale, and products summed exactly.
+    """As :func:`linear`: each row of ``x`` is rounded to integers times a scale, and their products are summed exactly.
 
-    ``bias`` has x's dtype. A row with anything that is not finite gives NaN.
+    The largest magnitude of a row becomes the largest integer up to 32767 with which no sum of K products can overflow
+    int32. ``bias`` has x's dtype. A row with anything that is not finite gives NaN.
     """
     return _multiply("batchrun_linear_int8", x, weight.shape, (weight.data, weight.scales), bias, dtype, out)
 

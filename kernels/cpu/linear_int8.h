@@ -1,14 +1,17 @@
-// Matrix products in 8 bits: an int8 weight with a scale for each output column, and activations that are rounded here
-// to int8 with a scale for each row.
+// Matrix products of an int8 weight with a scale for each output column, and of activations that are rounded here to
+// integers with a scale for each row.
 //
-//   out = (sum over k of x8 * w8) * x_scale * w_scale + bias
+//   out = (sum over k of x_integer * w_integer) * x_scale * w_scale + bias
 //
-// The sum is exact: int32 holds MAX_INT8_DEPTH products of magnitudes up to 127. So its bits depend neither on blocking
-// nor on threads, and as a row's integers and scale come from that row alone, its result is its own in any batch.
+// The sum is exact: the integers of activations are as large as int16 and a sum in int32 allow, which is 127 at
+// MAX_INT8_DEPTH and 13 bits or more below 2000. So its bits depend neither on blocking nor on threads, and as a row's
+// integers and scale come from that row alone, its result is its own in any batch.
 //
-// k's go in pairs, which one instruction multiplies as int16 and adds. Panels hold int8: [n / COLUMNS, pairs, COLUMNS,
-// 2], an odd k padded with zero. They are widened on their way into registers; widening blocks of them for many
-// rows, as linear.h does, or all of them when they are packed, measured slower: it moves twice the bytes.
+// k's go in pairs, which one instruction multiplies as int16 and adds, so that activations of 8 bits would be no
+// faster: they would only be wrong by more, for the largest of a row is often far above the others. Panels hold int8:
+// [n / COLUMNS, pairs, COLUMNS, 2], an odd k padded with zero. They are widened on their way into registers; widening
+// blocks of them for many rows, as linear.h does, or all of them when they are packed, measured slower: it moves twice
+// the bytes.
 #pragma once
 
 #include <algorithm>
@@ -29,6 +32,10 @@ struct LinearInt8 : Linear<T, Out, int8_t> {
 
     int pairs() const { return (this->k + 1) / 2; }
     int width() const { return pairs() + 1; }
+    int largest() const {  // integer that an activation becomes
+        return std::min<int>(std::numeric_limits<int16_t>::max(),
+                             std::numeric_limits<int32_t>::max() / (LARGEST_INT8 * this->k));
+    }
 };
 
 // How a row is rounded: x ~ value * integer. One that is not all finite becomes zeros, with the value NaN.
@@ -37,7 +44,7 @@ struct Scale {
 };
 
 template <class T>
-Scale scale_of(const T* x, int k) {
+Scale scale_of(const T* x, int k, int largest) {
     constexpr int32_t INFINITE = 0x7f800000;
     ivec most{};  // magnitudes as integers, where NaN is above infinity
     for_each_vec(k, [&](int i, auto get, auto) {
@@ -47,7 +54,7 @@ Scale scale_of(const T* x, int k) {
     int32_t bits = 0;
     for (int i = 0; i < W; ++i) bits = std::max(bits, most[i]);
     if (bits >= INFINITE) return {std::numeric_limits<float>::quiet_NaN(), 0.0f};
-    float value = std::max(bit_cast<float>(bits), LEAST_MAGNITUDE) / LARGEST_INT8;
+    float value = std::max(bit_cast<float>(bits), LEAST_MAGNITUDE) / float(largest);
     return {value, 1.0f / value};
 }
 
@@ -66,7 +73,7 @@ void interleave(const LinearInt8<T, Out>& l, int64_t first, int count, float* ou
     int32_t* words = reinterpret_cast<int32_t*>(out);
     float inverse[ROWS];
     for (int r = 0; r < count; ++r) {
-        Scale scale = scale_of(x + size_t(r) * l.k, l.k);
+        Scale scale = scale_of(x + size_t(r) * l.k, l.k, l.largest());
         inverse[r] = scale.inverse;
         out[size_t(l.pairs()) * count + r] = scale.value;
     }

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from batchrun import Engine, SamplingParams
 from batchrun.errors import JobError
 from batchrun.kernels import cpu
-from batchrun.ops import fixed_ops, native_ops, torch_ops
-from batchrun.weights.formats import QUANTIZERS, Dense, Int8, rows_to_int8
+from batchrun.ops import fixed_ops, int8_torch, native_ops, torch_ops
+from batchrun.weights.formats import QUANTIZERS, Dense, Int8, round_rows
 from tests.engine.driver import Driver, load_decoder, request
 
 PROMPTS = [[(7 * index + place * place) % 256 for place in range(30)] for index in range(4)]
@@ -27,15 +27,16 @@ class RoundedLinear(nn.Module):
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
-        self.weight = rounded(layer.weight.detach())
+        self.weight = rounded(layer.weight.detach(), 127)
 
     def forward(self, x: Tensor) -> Tensor:
-        return (rounded(x.flatten(0, 1)) @ self.weight.T).float().unflatten(0, x.shape[:2])
+        rows = rounded(x.flatten(0, 1), int8_torch.largest_integer(x.shape[-1]))
+        return (rows @ self.weight.T).float().unflatten(0, x.shape[:2])
 
 
-def rounded(x: Tensor) -> Tensor:
-    values, scales = rows_to_int8(x)
-    return values.double() * scales.double()[:, None]
+def rounded(x: Tensor, largest: int) -> Tensor:
+    integers, scales = round_rows(x, largest)
+    return integers.double() * scales.double()[:, None]
 
 
 def reference_logprobs(path: Path, *, quantized: bool) -> Tensor:
