@@ -104,9 +104,9 @@ QUANTIZERS: Mapping[str, Callable[[torch.Tensor], Weight]] = {"none": Dense, "in
 def round_rows(x: torch.Tensor, largest: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows ``[N, K]`` of floats as integers times scales ``[N]``, all float32; a row's largest becomes ``largest``.
 
-    A row with anything that is not finite becomes zeros with the scale NaN, so that what is made of it is NaN.
+    A row with anything that is not finite becomes zeros times infinity or NaN, so that what is made of it is NaN.
     """
     wide = x.float()
     scales = wide.abs().amax(dim=1).clamp(min=_LEAST_MAGNITUDE) / largest
-    values = (wide * scales.reciprocal()[:, None]).round().nan_to_num()
-    return values, scales.masked_fill(scales.isinf(), torch.nan)
+    integers = (wide * scales.reciprocal()[:, None]).round().nan_to_num()
+    return integers, scales

@@ -38,14 +38,13 @@ struct LinearInt8 : Linear<T, Out, int8_t> {
     }
 };
 
-// How a row is rounded: x ~ value * integer. One that is not all finite becomes zeros, with the value NaN.
+// How a row is rounded: x ~ value * integer. One that is not all finite becomes zeros times infinity or NaN: NaN.
 struct Scale {
     float value, inverse;
 };
 
 template <class T>
 Scale scale_of(const T* x, int k, int largest) {
-    constexpr int32_t INFINITE = 0x7f800000;
     ivec most{};  // magnitudes as integers, where NaN is above infinity
     for_each_vec(k, [&](int i, auto get, auto) {
         ivec bits = bit_cast<ivec>(get(x + i)) & 0x7fffffff;
@@ -53,12 +52,12 @@ Scale scale_of(const T* x, int k, int largest) {
     });
     int32_t bits = 0;
     for (int i = 0; i < W; ++i) bits = std::max(bits, most[i]);
-    if (bits >= INFINITE) return {std::numeric_limits<float>::quiet_NaN(), 0.0f};
-    float value = std::max(bit_cast<float>(bits), LEAST_MAGNITUDE) / float(largest);
+    float magnitude = bit_cast<float>(bits);
+    float value = (magnitude < LEAST_MAGNITUDE ? LEAST_MAGNITUDE : magnitude) / float(largest);
     return {value, 1.0f / value};
 }
 
-// x * inverse as int16, to nearest even; NaN becomes zero.
+// x * inverse as int16, to nearest even; NaN becomes zero, so that no sum overflows.
 inline hvec round_to_integers(vec x, float inverse) {
     constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: a sum with it has the integer in its low bits
     vec scaled = x * inverse;
