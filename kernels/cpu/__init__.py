@@ -54,10 +54,10 @@ _SIGNATURES = {
     "batchrun_rope_kv_write": [c_void_p] * 3
     + [c_bool, c_void_p, c_bool]
     + [c_void_p] * 5
-    + [c_int64] * 3
+    + [c_int64] * 4
     + [c_int] * 4
     + [c_float, c_bool, c_bool, c_int],
-    "batchrun_attention": [c_void_p] * 7 + [c_int64] * 2 + [c_int] * 7 + [c_float, c_float, c_bool, c_bool, c_int],
+    "batchrun_attention": [c_void_p] * 7 + [c_int64] * 3 + [c_int] * 7 + [c_float, c_float, c_bool, c_bool, c_int],
 }
 
 
@@ -184,7 +184,8 @@ def attention(
     Args:
         q: [T, HQ, D]; D a multiple of 8 up to 256. Tokens past ``cu_q[B]`` are padding: their result is zero.
         k_cache, v_cache: [n_blocks, HKV, block_size, D], HKV dividing HQ; the dtype may differ from q's. Within a block
-            and head keys lie transposed, [D, block_size], as :func:`rope_kv_write` leaves them.
+            and head keys lie transposed, [D, block_size], as :func:`rope_kv_write` leaves them. Only the two last
+            dimensions need be contiguous: both may be views of one tensor in which they alternate.
         batch: see :class:`AttentionBatch`.
         scale: factor of the dot products.
         window: a query at position p sees the keys after p - window; None: all up to p.
@@ -195,8 +196,7 @@ def attention(
         [T, HQ, D] of q's dtype.
     """
     tokens, q_heads, dim = _floats("q", q, 3)
-    n_blocks, kv_heads, block_size, cache_dim = _floats("k_cache", k_cache, 4)
-    _like("v_cache", v_cache, k_cache.shape, k_cache.dtype)
+    n_blocks, kv_heads, block_size, cache_dim = _caches(k_cache, v_cache)
     _check_heads(q_heads, kv_heads, dim)
     _require(cache_dim == dim, f"q has head_dim {dim}, the cache {cache_dim}")
     _require(window is None or window > 0, f"window must be positive, not {window}")
@@ -210,8 +210,8 @@ def attention(
     out = _output("out", out, q.shape, q.dtype)
     _call(
         "batchrun_attention",
-        *(q, k_cache, v_cache, out, batch.cu_q, batch.kv_len, table, tokens, n_blocks, rows, table.shape[1]),
-        *(q_heads, kv_heads, dim, block_size, window or 0, scale, softcap or 0.0),
+        *(q, k_cache, v_cache, out, batch.cu_q, batch.kv_len, table, tokens, n_blocks, k_cache.stride(1)),
+        *(rows, table.shape[1], q_heads, kv_heads, dim, block_size, window or 0, scale, softcap or 0.0),
         *(q.dtype is torch.bfloat16, k_cache.dtype is torch.bfloat16),
     )
     return out
@@ -269,16 +269,14 @@ def rope_kv_write(
             with i + D / 2 (``rotate_half`` of Hugging Face).
         positions: int32 or int64 [T].
         slots: int32 or int64 [T]: ``block * block_size + offset`` in the cache.
-        k_cache, v_cache: [n_blocks, HKV, block_size, D], written in place, the keys of a block and head as
-            [D, block_size]; the dtype may differ from qkv's.
+        k_cache, v_cache: as :func:`attention` reads them, written in place; the dtype may differ from qkv's.
         q_norm, k_norm: [D] of qkv's dtype, or None; eps belongs to them.
 
     Returns:
         The rotated queries, [T, HQ, D] of qkv's dtype.
     """
     tokens, width = _floats("qkv", qkv, 2)
-    n_blocks, kv_heads, block_size, dim = _floats("k_cache", k_cache, 4)
-    _like("v_cache", v_cache, k_cache.shape, k_cache.dtype)
+    n_blocks, kv_heads, block_size, dim = _caches(k_cache, v_cache)
     q_heads, rest = divmod(width - 2 * kv_heads * dim, dim)
     _require(rest == 0, f"qkv of width {width} does not fit {kv_heads} KV heads of {dim}")
     _check_heads(q_heads, kv_heads, dim)
@@ -293,8 +291,8 @@ def rope_kv_write(
     _call(
         "batchrun_rope_kv_write",
         *(qkv, cos_sin, positions, positions.dtype is torch.int64, slots, slots.dtype is torch.int64),
-        *(k_cache, v_cache, q_norm, k_norm, q, tokens, cos_sin.shape[0], n_blocks, q_heads, kv_heads, dim, block_size),
-        *(eps, qkv.dtype is torch.bfloat16, k_cache.dtype is torch.bfloat16),
+        *(k_cache, v_cache, q_norm, k_norm, q, tokens, cos_sin.shape[0], n_blocks, k_cache.stride(1)),
+        *(q_heads, kv_heads, dim, block_size, eps, qkv.dtype is torch.bfloat16, k_cache.dtype is torch.bfloat16),
     )
     return q
 
@@ -375,6 +373,28 @@ def _like(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype)
             f"{name} must be a contiguous CPU tensor of {dtype} {tuple(shape)}, not "
             f"{tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
         )
+
+
+def _caches(k_cache: Tensor, v_cache: Tensor) -> torch.Size:
+    """The shape [n_blocks, HKV, block_size, D] of a pair of caches whose blocks and heads lie equally far apart."""
+    _require(
+        k_cache.dim() == 4 and k_cache.dtype in DTYPES, f"k_cache must be 4-dimensional floats, not {k_cache.dtype}"
+    )
+    _, kv_heads, block_size, dim = k_cache.shape
+    page = k_cache.stride(1)
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if (
+            cache.shape != k_cache.shape
+            or cache.dtype is not k_cache.dtype
+            or not cache.is_cpu
+            or page < block_size * dim
+            or cache.stride() != (kv_heads * page, page, dim, 1)
+        ):
+            raise ValueError(
+                f"{name} must be a CPU tensor of {k_cache.dtype} {tuple(k_cache.shape)} with contiguous blocks of a "
+                f"head, not {cache.dtype} {tuple(cache.shape)} with strides {cache.stride()} on {cache.device}"
+            )
+    return k_cache.shape
 
 
 def _output(name: str, out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -34,7 +34,7 @@ constexpr int vectors_for(int lines) {
 
 struct Attention {
     const int32_t *cu_q, *kv_len, *block_table;
-    int64_t tokens, n_blocks;
+    int64_t tokens, n_blocks, page;  // page: elements from one block's head to the next in the cache
     int rows, table_width, q_heads, kv_heads, head_dim, block_size, window, threads;  // window 0: none
     float scale, softcap;                                                             // softcap 0: none
 
@@ -212,7 +212,7 @@ void locate(const Attention& a, Cache<C> cache, const Lines& lines, const Visit&
     for (int key = out.begin; key < out.end;) {
         int block = (visit.first_key + key) / a.block_size, offset = (visit.first_key + key) % a.block_size;
         int count = std::min(a.block_size - offset, out.end - key);
-        int64_t head = (int64_t(table[block]) * a.kv_heads + lines.kv_head) * a.block_size * a.head_dim;
+        int64_t head = (int64_t(table[block]) * a.kv_heads + lines.kv_head) * a.page;
         out.parts[out.n_parts++] = {reinterpret_cast<const char*>(cache.keys + head + offset),
                                     reinterpret_cast<const char*>(cache.values + head + offset * a.head_dim), key, count};
         key += count;

@@ -78,7 +78,7 @@ inline void argmax_rows(const float* x, int64_t* out, int64_t rows, int n, int t
 }
 
 struct Rope {
-    int64_t tokens, max_position, n_slots;
+    int64_t tokens, max_position, n_slots, page;  // page: elements from one block's head to the next in the cache
     int q_heads, kv_heads, head_dim, block_size, threads;
     float eps;
 };
@@ -123,7 +123,7 @@ void rope_kv_write(const T* qkv, const float* cos_sin, Indices positions, Indice
         const T *k = x + s.q_heads * dim, *v = k + s.kv_heads * dim;
         int64_t block = slots[token] / s.block_size, offset = slots[token] % s.block_size;
         for (int h = 0; h < s.kv_heads; ++h) {
-            int64_t head = (block * s.kv_heads + h) * s.block_size * dim, line = head + offset * dim;
+            int64_t head = (block * s.kv_heads + h) * s.page, line = head + offset * dim;
             C rotated[MAX_HEAD_DIM];
             rope_head(k + h * dim, k_norm, s.eps, angles, dim, rotated);
             for (int i = 0; i < dim; ++i) k_cache[head + i * s.block_size + offset] = rotated[i];

@@ -91,9 +91,10 @@ const char* batchrun_silu_mul(const void* gate_up, void* out, int64_t rows, int 
 const char* batchrun_rope_kv_write(const void* qkv, const float* cos_sin, const void* positions, bool wide_positions,
                                    const void* slots, bool wide_slots, void* k_cache, void* v_cache, const void* q_norm,
                                    const void* k_norm, void* q, int64_t tokens, int64_t max_position, int64_t n_blocks,
-                                   int q_heads, int kv_heads, int head_dim, int block_size, float eps, bool is_bf16,
-                                   bool cache_is_bf16, int threads) {
-    Rope shape{tokens, max_position, n_blocks * block_size, q_heads, kv_heads, head_dim, block_size, threads, eps};
+                                   int64_t page, int q_heads, int kv_heads, int head_dim, int block_size, float eps,
+                                   bool is_bf16, bool cache_is_bf16, int threads) {
+    Rope shape{tokens,   max_position, n_blocks * block_size, page, q_heads, kv_heads,
+               head_dim, block_size,   threads,               eps};
     Indices at{positions, wide_positions}, to{slots, wide_slots};
     if (const char* error = check_rope(at, to, shape)) return error;
     with_type(is_bf16, [&](auto* type) {
@@ -110,9 +111,10 @@ const char* batchrun_rope_kv_write(const void* qkv, const float* cos_sin, const 
 
 const char* batchrun_attention(const void* q, const void* k_cache, const void* v_cache, void* out, const int32_t* cu_q,
                                const int32_t* kv_len, const int32_t* block_table, int64_t tokens, int64_t n_blocks,
-                               int rows, int table_width, int q_heads, int kv_heads, int head_dim, int block_size,
-                               int window, float scale, float softcap, bool is_bf16, bool cache_is_bf16, int threads) {
-    Attention a{cu_q,     kv_len,   block_table, tokens, n_blocks, rows,  table_width, q_heads,
+                               int64_t page, int rows, int table_width, int q_heads, int kv_heads, int head_dim,
+                               int block_size, int window, float scale, float softcap, bool is_bf16, bool cache_is_bf16,
+                               int threads) {
+    Attention a{cu_q,     kv_len,   block_table, tokens, n_blocks, page,  rows,   table_width, q_heads,
                 kv_heads, head_dim, block_size,  window, threads,  scale, softcap};
     if (const char* error = check_attention(a)) return error;
     return guarded([&] {

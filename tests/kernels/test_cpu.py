@@ -83,8 +83,8 @@ def make_sequence(n: int, q_heads: int, kv_heads: int, dim: int, dtype: torch.dt
 
 def keys_of(k_cache: Tensor) -> Tensor:
     """A key cache as [n_blocks, HKV, block_size, D] in the order of its dimensions (a view)."""
-    n_blocks, kv_heads, block_size, dim = k_cache.shape
-    return k_cache.view(n_blocks, kv_heads, dim, block_size).transpose(2, 3)
+    block_size, dim = k_cache.shape[2:]
+    return k_cache.flatten(2).unflatten(2, (dim, block_size)).transpose(2, 3)
 
 
 def paged(
@@ -98,8 +98,8 @@ def paged(
     blocks = [-(-end // block_size) for _, _, end in rows]
     kv_heads, dim = rows[0][0].k.shape[1:]
     order = (torch.randperm(sum(blocks), generator=torch.Generator().manual_seed(seed)) + 1).tolist()
-    k_cache = torch.full((sum(blocks) + 1, kv_heads, block_size, dim), torch.nan, dtype=rows[0][0].k.dtype)
-    v_cache = k_cache.clone()
+    shape = (sum(blocks) + 1, kv_heads, 2, block_size, dim)
+    k_cache, v_cache = torch.full(shape, torch.nan, dtype=rows[0][0].k.dtype).unbind(2)
     table = torch.zeros(len(rows), max(blocks) + 1, dtype=torch.int32)
     for i, (sequence, _, end) in enumerate(rows):
         for j in range(blocks[i]):
@@ -299,6 +299,13 @@ def test_attention_refuses_wrong_tensors() -> None:
     for bad_q in (q.half(), q[:, :3].contiguous(), q.transpose(0, 1), q[:, :, :32].contiguous()):
         with pytest.raises(ValueError, match=r"must be|query over|head_dim"):
             cpu.attention(bad_q, k_cache, v_cache, batch, scale=1.0)
+    for bad_k, bad_v in (
+        (k_cache, v_cache.contiguous()),
+        (k_cache.transpose(0, 1), v_cache),
+        (k_cache[:, :, :8], v_cache),
+    ):
+        with pytest.raises(ValueError, match=r"contiguous blocks of a head"):
+            cpu.attention(q, bad_k, bad_v, batch, scale=1.0)
     with pytest.raises(ValueError, match="window"):
         cpu.attention(q, k_cache, v_cache, batch, scale=1.0, window=0)
 
