@@ -382,17 +382,17 @@ def _caches(k_cache: Tensor, v_cache: Tensor) -> torch.Size:
     )
     _, kv_heads, block_size, dim = k_cache.shape
     page = k_cache.stride(1)
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+    for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
         if (
-            cache.shape != k_cache.shape
-            or cache.dtype is not k_cache.dtype
-            or not cache.is_cpu
+            tensor.shape != k_cache.shape
+            or tensor.dtype is not k_cache.dtype
+            or not tensor.is_cpu
             or page < block_size * dim
-            or cache.stride() != (kv_heads * page, page, dim, 1)
+            or tensor.stride() != (kv_heads * page, page, dim, 1)
         ):
             raise ValueError(
                 f"{name} must be a CPU tensor of {k_cache.dtype} {tuple(k_cache.shape)} with contiguous blocks of a "
-                f"head, not {cache.dtype} {tuple(cache.shape)} with strides {cache.stride()} on {cache.device}"
+                f"head, not {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
             )
     return k_cache.shape
 

@@ -79,8 +79,7 @@ def attention(heads: tuple[int, int, int], dtype: torch.dtype, size: int) -> tup
     kv_len = torch.randint(_TOKENS * 9 // 10, _TOKENS * 11 // 10, (rows,), generator=draw, dtype=torch.int32)
     pages = -(-int(kv_len.max()) // _BLOCK)
     blocks = 1 + torch.randperm(rows * pages, generator=draw, dtype=torch.int32).view(rows, pages)
-    shape = (rows * pages + 1, kv_heads, _BLOCK, dim)
-    k, v = filled(shape, dtype), filled(shape, dtype)
+    k, v = filled((rows * pages + 1, kv_heads, 2, _BLOCK, dim), dtype).unbind(2)
     batch = AttentionBatch(torch.arange(rows + 1, dtype=torch.int32), kv_len, blocks, torch.zeros(rows).long())
     q = torch.ones(rows, q_heads, dim, dtype=dtype)
     return lambda: cpu.attention(q, k, v, batch, scale=dim**-0.5), int(kv_len.sum()) * token_bytes
