@@ -132,11 +132,14 @@ struct Tile {
     int n_parts, begin, end;
 };
 
-// Fetches a tile's memory one cache line at a time between the arithmetic on the tile before, so that neither waits.
+// Fetches a tile's memory, a few cache lines at each `advance`, between the arithmetic on the tile before, so that
+// neither waits for the other.
 class Prefetch {
+    static constexpr int LINE = 64, UNIT = 256;
     const Part *part, *last;
     const char* at = nullptr;
     int row = 0, rows, key_stride, item, left = 0;  // bytes of the row that are left
+    int pace, credit = 0;                           // lines, in UNITs: of an advance; that are due
 
     void next_row() {
         bool is_key = row < rows;
@@ -148,23 +151,46 @@ class Prefetch {
     }
 
 public:
-    // `item` bytes an element, `dim` elements a key, whose neighbours are `block_size` elements apart.
-    Prefetch(const Tile* tile, int dim, int block_size, int item)
+    // `item` bytes an element, `dim` elements a key, whose neighbours are `block_size` elements apart; in `steps`
+    // advances.
+    Prefetch(const Tile* tile, int dim, int block_size, int item, int steps)
         : part(tile ? tile->parts : nullptr),
           last(tile ? tile->parts + tile->n_parts : nullptr),
           rows(dim),
           key_stride(block_size * item),
-          item(item) {}
+          item(item),
+          pace(tile ? (tile->end - tile->begin) * dim * item * 2 / LINE * UNIT / steps + 1 : 0) {}
 
     void advance() {
-        if (left <= 0) {
-            if (part == last) return;
-            next_row();
+        for (credit += pace; credit >= UNIT; credit -= UNIT) {
+            if (left <= 0) {
+                if (part == last) {
+                    pace = credit = 0;
+                    return;
+                }
+                next_row();
+            }
+            __builtin_prefetch(at);
+            at += LINE;
+            left -= LINE;
         }
-        __builtin_prefetch(at);
-        at += 64;
-        left -= 64;
     }
+};
+
+// Where a prefetch advances: in the inner loops of few lines, which wait for memory, after every few keys or elements
+// (a head_dim is a multiple of 8)...
+struct InnerAhead {
+    static constexpr int EVERY = 4;
+    Prefetch& prefetch;
+    void inner() { prefetch.advance(); }
+    void outer() {}
+};
+// ... or before each of many blocks of lines, whose inner loops are the faster for having nothing else to do.
+struct OuterAhead {
+    static constexpr int EVERY = 1;
+    Prefetch& prefetch;
+    void inner() {}
+    void outer() { prefetch.advance(); }
 };
 
 // A tile's keys and values as K and V, where they lie or in working memory: `keys` are vectors of W neighbours, whose
@@ -233,14 +259,13 @@ void use_keys(const Attention& a, const Tile& tile, Operands<C, V>& out) {
 }
 
 template <class C, class V>
-void copy_keys(const Attention& a, const Tile& tile, float* keys, Operands<float, V>& out, Prefetch& ahead) {
+void copy_keys(const Attention& a, const Tile& tile, float* keys, Operands<float, V>& out) {
     out.key_stride = TILE;
     for (int v = 0; v < TILE / W; ++v) out.keys[v] = keys + v * W;
     for (int i = 0; i < tile.n_parts; ++i) {
         const Part& part = tile.parts[i];
         for (int d = 0; d < a.head_dim; ++d) {
             const C* from = reinterpret_cast<const C*>(part.keys) + size_t(d) * a.block_size;
-            ahead.advance();
             for_each_vec(part.count, [&, to = keys + size_t(d) * TILE + part.first](int j, auto get, auto put) {
                 put(to + j, get(from + j));
             });
@@ -257,13 +282,12 @@ void use_values(const Attention& a, const Tile& tile, Operands<K, V>& out) {
 }
 
 template <class C, class K>
-void copy_values(const Attention& a, const Tile& tile, float* values, Operands<K, float>& out, Prefetch& ahead) {
+void copy_values(const Attention& a, const Tile& tile, float* values, Operands<K, float>& out) {
     for (int i = 0; i < tile.n_parts; ++i) {
         const C* from = reinterpret_cast<const C*>(tile.parts[i].values);
         for (int j = 0; j < tile.parts[i].count; ++j, from += a.head_dim) {
             float* to = values + size_t(tile.parts[i].first + j) * a.padded_dim();
             out.values[tile.parts[i].first + j] = to;
-            ahead.advance();
             int d = 0;
             for (; d + W <= a.head_dim; d += W) store(to + d, load(from + d));
             if (d < a.head_dim) store(to + d, load_some(from + d, a.head_dim - d));
@@ -272,24 +296,27 @@ void copy_values(const Attention& a, const Tile& tile, float* values, Operands<K
 }
 
 // scores[r][key] = query r . key, for R lines and the vectors of keys [begin, end) of a tile.
-template <int R, class K>
+template <int R, class K, class Ahead>
 void score(const float* queries, const K* const* keys, int stride, int dim, int begin, int end, float* scores,
-           Prefetch& ahead) {
+           Ahead ahead) {
     constexpr int N = vectors_for(R);
     for (int group = begin / N * N; group < end; group += N) {
         const K* k[N];
         std::copy_n(keys + group, N, k);
         vec dot[R][N] = {};
-        for (int d = 0; d < dim; ++d) {
-            vec key[N];
-            ahead.advance();
+        for (int d = 0; d < dim;) {
+            ahead.inner();
+#pragma GCC unroll 4
+            for (int i = 0; i < Ahead::EVERY; ++i, ++d) {
+                vec key[N];
 #pragma GCC unroll 8
-            for (int n = 0; n < N; ++n) key[n] = load(k[n] + size_t(d) * stride);
+                for (int n = 0; n < N; ++n) key[n] = load(k[n] + size_t(d) * stride);
 #pragma GCC unroll 8
-            for (int r = 0; r < R; ++r) {
-                vec query = splat(queries[r * dim + d]);
+                for (int r = 0; r < R; ++r) {
+                    vec query = splat(queries[r * dim + d]);
 #pragma GCC unroll 8
-                for (int n = 0; n < N; ++n) dot[r][n] = fma(query, key[n], dot[r][n]);
+                    for (int n = 0; n < N; ++n) dot[r][n] = fma(query, key[n], dot[r][n]);
+                }
             }
         }
 #pragma GCC unroll 8
@@ -300,18 +327,17 @@ void score(const float* queries, const K* const* keys, int stride, int dim, int 
 }
 
 // sums[r] += probabilities[r][key] * value[key] over a range of keys, for R lines and N vectors from `column` on.
-template <int R, int N, class V>
+template <int R, int N, class V, class Ahead>
 inline void add_columns(const float* probabilities, const V* const* values, int column, int stride, Range keys,
-                        float* sums, Prefetch& ahead) {
+                        float* sums, Ahead ahead) {
     vec total[R][N];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
         for (int n = 0; n < N; ++n) total[r][n] = load(sums + r * stride + column + n * W);
-    for (int key = keys.begin; key < keys.end; ++key) {
+    auto add = [&](int key) {
         const V* row = values[key] + column;
         vec value[N];
-        ahead.advance();
 #pragma GCC unroll 8
         for (int n = 0; n < N; ++n) value[n] = load(row + n * W);
 #pragma GCC unroll 8
@@ -320,22 +346,29 @@ inline void add_columns(const float* probabilities, const V* const* values, int 
 #pragma GCC unroll 8
             for (int n = 0; n < N; ++n) total[r][n] = fma(p, value[n], total[r][n]);
         }
+    };
+    int key = keys.begin;
+    while (key + Ahead::EVERY <= keys.end) {
+        ahead.inner();
+#pragma GCC unroll 4
+        for (int i = 0; i < Ahead::EVERY; ++i) add(key++);
     }
+    while (key < keys.end) add(key++);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
         for (int n = 0; n < N; ++n) store(sums + r * stride + column + n * W, total[r][n]);
 }
 
-template <int R, class V>
+template <int R, class V, class Ahead>
 void add_values(const float* probabilities, const V* const* values, int stride, Range keys, float* sums,
-                Prefetch& ahead) {
+                Ahead ahead) {
     if (keys.begin >= keys.end) return;
     constexpr int N = vectors_for(R);
     int column = 0;
     for (; column + N * W <= stride; column += N * W)
-        add_columns<R, N, V>(probabilities, values, column, stride, keys, sums, ahead);
-    for (; column < stride; column += W) add_columns<R, 1, V>(probabilities, values, column, stride, keys, sums, ahead);
+        add_columns<R, N>(probabilities, values, column, stride, keys, sums, ahead);
+    for (; column < stride; column += W) add_columns<R, 1>(probabilities, values, column, stride, keys, sums, ahead);
 }
 
 // Turns one line's scores into probabilities relative to its running maximum, and moves its state to that maximum.
@@ -371,8 +404,9 @@ void soften(const Attention& a, float* scores, Range keys, Partial& state, int l
 
 // Lines [line, line + R) against one tile. Where their causal or window edges differ, the keys that all of them see are
 // added together and the rest line by line: a key outside of a line's range never touches its state.
-template <int R, class K, class V>
-void attend(const Attention& a, const Scratch& s, const Operands<K, V>& tile, Partial& state, int line, Prefetch& ahead) {
+template <int R, class K, class V, class Ahead>
+void attend(const Attention& a, const Scratch& s, const Operands<K, V>& tile, Partial& state, int line, Ahead ahead) {
+    ahead.outer();
     int dim = a.head_dim, padded = a.padded_dim();
     const Range* ranges = s.ranges + line;
     float* scores = s.scores + line * TILE;
@@ -401,9 +435,9 @@ void attend(const Attention& a, const Scratch& s, const Operands<K, V>& tile, Pa
 }
 
 // A visit's lines against its tile.
-template <class K, class V>
+template <class K, class V, class Ahead>
 void attend_all(const Attention& a, const Scratch& s, const Operands<K, V>& tile, Partial& state, const Visit& visit,
-                Prefetch& ahead) {
+                Ahead ahead) {
     int line = visit.begin;
     for (; line + BLOCKED_LINES <= visit.end; line += BLOCKED_LINES)
         attend<BLOCKED_LINES>(a, s, tile, state, line, ahead);
@@ -417,6 +451,12 @@ void attend_all(const Attention& a, const Scratch& s, const Operands<K, V>& tile
     }
 }
 
+// How many inner steps it takes, about, that up to BLOCKED_LINES lines meet a tile.
+int inner_steps(const Attention& a, const Tile& tile, int lines) {
+    int keys = tile.end - tile.begin, width = vectors_for(lines) * W;
+    return ((keys + width - 1) / width * a.head_dim + a.padded_dim() / width * keys) / InnerAhead::EVERY + 1;
+}
+
 // One visit, while `next` is fetched.
 template <class C>
 void attend_tile(const Attention& a, const Lines& lines, const Visit& visit, const Tile& tile, const Tile* next,
@@ -426,24 +466,26 @@ void attend_tile(const Attention& a, const Lines& lines, const Visit& visit, con
         s.ranges[i] = {std::max(a.first_key(position) - visit.first_key, 0),
                        std::min(position + 1 - visit.first_key, TILE)};
     }
-    Prefetch ahead(next, a.head_dim, a.block_size, sizeof(C));
     // Few lines read the cache where it lies, if whole vectors do; for many, keys lie closer and are converted but once.
-    bool whole = a.head_dim % W == 0, few = visit.end - visit.begin <= BLOCKED_LINES;
-    if (few && whole && a.block_size % W == 0) {
+    int count = visit.end - visit.begin;
+    bool whole = a.head_dim % W == 0;
+    if (count <= BLOCKED_LINES && whole && a.block_size % W == 0) {
+        Prefetch ahead(next, a.head_dim, a.block_size, sizeof(C), inner_steps(a, tile, count));
         Operands<C, C> operands;
         use_keys(a, tile, operands);
         use_values(a, tile, operands);
-        return attend_all(a, s, operands, state, visit, ahead);
+        return attend_all(a, s, operands, state, visit, InnerAhead{ahead});
     }
+    Prefetch ahead(next, a.head_dim, a.block_size, sizeof(C), (count + BLOCKED_LINES - 1) / BLOCKED_LINES);
     Operands<float, float> operands;
-    copy_keys<C>(a, tile, s.keys, operands, ahead);
+    copy_keys<C>(a, tile, s.keys, operands);
     if constexpr (std::is_same<C, float>::value)
         if (whole) {
             use_values(a, tile, operands);
-            return attend_all(a, s, operands, state, visit, ahead);
+            return attend_all(a, s, operands, state, visit, OuterAhead{ahead});
         }
-    copy_values<C>(a, tile, s.values, operands, ahead);
-    attend_all(a, s, operands, state, visit, ahead);
+    copy_values<C>(a, tile, s.values, operands);
+    attend_all(a, s, operands, state, visit, OuterAhead{ahead});
 }
 
 // A split of some lines; none: no lines.
