@@ -10,18 +10,17 @@ import itertools
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import numpy as np
 
 from batchrun.data.rows import InputFile, PreparedRow, Row, Split
-from batchrun.engine import memory, step_times
-from batchrun.engine.scheduler import Limits
-from batchrun.engine.step_times import StepTimes
+from batchrun.engine import memory
+from batchrun.engine.limits import resolve_limits
+from batchrun.estimate import duration, kept_times, work_of
 from batchrun.job import JobSpec
-from batchrun.models.families import model_config
 from batchrun.preflight import Preflight, preflight
 from batchrun.text import format_bytes, format_count, format_duration, table
 
@@ -29,9 +28,6 @@ _SAMPLE_SECONDS = 20.0
 _SAMPLE_ROWS = 50_000  # what the engine orders at once
 _CHUNK_ROWS = 256
 _BAR = 40
-_PROBE_SECONDS = 0.1
-_PROBE_TRIES = 5  # at least, where others use the processor
-_PROBE_SHAPE = (256, 1024, 1024)
 
 
 @dataclass(frozen=True)
@@ -142,16 +138,8 @@ def make_plan(
     splits = checked.source.splits(checked.inputs)
     if limit is not None:
         splits = _first_rows(checked, splits, limit)
-    files = _rows_per_file(checked.inputs, splits)
-    rows = sum(count for _, count in files)
+    rows = sum(split.n_rows for split in splits)
     sample = _sample(checked, splits, min(rows, sample_rows), sample_seconds)
-    good = [row for row in sample if row.error is None]
-    errors: dict[str, int] = {}
-    for row in sample:
-        if row.error is not None:
-            kind = row.error.partition(":")[0]
-            errors[kind] = errors.get(kind, 0) + 1
-    scale = rows / len(sample) if sample else 0.0
     notes = [
         f"{split.file.key}: only {split.n_rows:,} rows can be read: {split.error}" for split in splits if split.error
     ]
@@ -159,20 +147,42 @@ def make_plan(
         notes.append("rows that are not in the sample are taken to be like those that are")
     if job.input.where is not None:
         notes.append("rows that input.where drops are counted among the rows")
-    costs = _costs(checked, good, scale)
+    return _plan(checked, _rows_per_file(checked.inputs, splits), sample, notes)
+
+
+def _plan(checked: Preflight, files: list[tuple[str, int]], sample: Sequence[PreparedRow], notes: list[str]) -> Plan:
+    """The plan of ``files``, each with its rows, whose rows are like those of the sample."""
+    job, config, width = checked.job, checked.model.config, memory.DTYPE_BYTES[checked.dtype]
+    rows = sum(count for _, count in files)
+    good = [row for row in sample if row.error is None]
+    times = kept_times(checked)
+    limits = resolve_limits(job.engine, checked.device, times)
+    work = work_of(checked, good, rows / len(sample) if sample else 0.0, limits)
+    expected = duration(checked, work, limits, times)
+    per_token = memory.kv_bytes_per_token(config, width)
     return Plan(
         job=job.name,
         files=files,
         rows=rows,
         sampled_rows=len(sample),
-        sampled_errors=errors,
+        sampled_errors=dict(Counter(row.error.partition(":")[0] for row in sample if row.error is not None)),
+        prompts=TokenCounts.of([len(row.token_ids) for row in good]) if good else None,
+        prefix_share=1 - work.computed / max(1, work.prompt),
+        prompt_tokens=work.prompt,
+        output_tokens=work.output,
         device=checked.device,
         dtype=checked.dtype,
         quantization=job.model.quantization,
         max_model_len=checked.max_model_len,
+        weight_bytes=memory.weight_bytes(config, width, job.model.quantization),
+        kv_bytes_per_token=per_token,
+        kv_needed=(work.computed + work.output) * per_token,
         kv_budget=checked.kv_budget,
+        concurrent=work.concurrent,
+        steps=work.steps,
+        seconds=expected.seconds,
+        basis=expected.basis,
         notes=notes,
-        **costs,
     )
 
 
@@ -219,178 +229,6 @@ def _chunks(checked: Preflight, splits: Sequence[Split], rows: int) -> Iterator[
                 yield chunk
             else:
                 open_splits.remove(reader)
-
-
-def shared_tokens(prompts: Sequence[Sequence[int]], block_size: int) -> int:
-    """Prompt tokens that a prefix cache of whole blocks gives, were none ever evicted; the last token is computed."""
-    children: dict[tuple[int, tuple[int, ...]], int] = {}
-    hits = 0
-    for ids in prompts:
-        parent = 0
-        usable = (len(ids) - 1) // block_size
-        for block in range(len(ids) // block_size):
-            key = (parent, tuple(ids[block * block_size : (block + 1) * block_size]))
-            seen = children.get(key)
-            if seen is not None and block < usable:
-                hits += block_size
-            parent = children.setdefault(key, len(children) + 1)
-    return hits
-
-
-@dataclass(frozen=True)
-class _Work:
-    """What rows ask of the engine. Tokens are of all rows that the prepared ones stand for."""
-
-    rows: int
-    prompt: int
-    computed: int  # of the prompts: what the prefix cache does not give
-    output: int
-    prompt_pairs: float  # of a computed token and one that it attends to
-    output_pairs: float
-    output_reads: float  # pairs whose key and value come from memory: a shared beginning stays in the processor's cache
-    concurrent: int  # sequences that run at once
-    decode_steps: int
-    steps: int
-
-
-def _work(checked: Preflight, rows: Sequence[PreparedRow], scale: float, limits: Limits) -> _Work:
-    """The work of prepared rows, each standing for ``scale`` of the job's, every one reaching its max_tokens."""
-    engine = checked.job.engine
-    lengths = [len(row.token_ids) for row in rows]
-    outputs = [min(row.params.max_tokens, checked.max_model_len - len(row.token_ids)) for row in rows if row.params]
-    hits = shared_tokens([row.token_ids for row in rows], engine.block_size) if engine.enable_prefix_caching else 0
-    total, output, n = sum(lengths), sum(outputs), max(1, len(rows))
-    n_rows = round(len(rows) * scale)
-    per_token = memory.kv_bytes_per_token(checked.model.config, memory.DTYPE_BYTES[checked.dtype])
-    own_tokens = max(1.0, (total - hits + output) / n)  # of a sequence, beside what it shares
-    fitting = math.inf if checked.kv_budget is None else checked.kv_budget / per_token / own_tokens
-    concurrent = max(1, int(min(limits.max_num_seqs, n_rows, fitting))) if n_rows else 0
-    computed, generated = round((total - hits) * scale), round(output * scale)
-    decode_steps = max(math.ceil(generated / max(1, concurrent)), max(outputs, default=0))
-    return _Work(
-        rows=n_rows,
-        prompt=round(total * scale),
-        computed=computed,
-        output=generated,
-        prompt_pairs=computed * (total + hits) / 2 / n,
-        output_pairs=generated * (total + output / 2) / n,
-        output_reads=generated * (total - hits + output / 2) / n,
-        concurrent=concurrent,
-        decode_steps=decode_steps,
-        steps=max(decode_steps, math.ceil((computed + generated) / limits.max_num_batched_tokens)) if n_rows else 0,
-    )
-
-
-def _costs(checked: Preflight, rows: Sequence[PreparedRow], scale: float) -> dict[str, Any]:
-    """The figures of :class:`Plan` that follow from prepared rows, each standing for ``scale`` of the job's."""
-    config, width = checked.model.config, memory.DTYPE_BYTES[checked.dtype]
-    times = _step_times(checked)
-    limits = memory.resolve_limits(checked.job.engine, checked.device, times)
-    work = _work(checked, rows, scale, limits)
-    per_token = memory.kv_bytes_per_token(config, width)
-    seconds, basis = None, "no measure of this device"
-    if times is not None:
-        seconds = _measured_seconds(checked, work, limits, times)
-        basis = "steps of this model as they were measured here, and its attention worked out"
-    elif checked.device == "cpu":
-        seconds, basis = _roofline(checked, work)
-    return {
-        "prompts": TokenCounts.of([len(row.token_ids) for row in rows]) if rows else None,
-        "prefix_share": 1 - work.computed / max(1, work.prompt),
-        "prompt_tokens": work.prompt,
-        "output_tokens": work.output,
-        "weight_bytes": memory.weight_bytes(config, width, checked.job.model.quantization),
-        "kv_bytes_per_token": per_token,
-        "kv_needed": (work.computed + work.output) * per_token,
-        "concurrent": work.concurrent,
-        "steps": work.steps,
-        "seconds": seconds,
-        "basis": basis,
-    }
-
-
-def expect(checked: Preflight, rows: Sequence[PreparedRow], total: int) -> tuple[float, float] | None:
-    """Tokens of a row and tokens in a second, of a run of ``total`` rows that are like ``rows``.
-
-    Every row is taken to reach its max_tokens. None where nothing was measured that tells.
-    """
-    good = [row for row in rows if row.error is None]
-    times = _step_times(checked)
-    if not good or times is None:
-        return None
-    limits = memory.resolve_limits(checked.job.engine, checked.device, times)
-    work = _work(checked, good, total / len(rows), limits)
-    tokens = work.computed + work.output
-    return tokens / total, tokens / _measured_seconds(checked, work, limits, times)
-
-
-def _step_times(checked: Preflight) -> StepTimes | None:
-    """What an engine on this processor measured of this model, if one ever did."""
-    if checked.device != "cpu":
-        return None
-    job = checked.job
-    return step_times.load(step_times.subject(job.model, job.engine, model_config(checked.model.config), checked.dtype))
-
-
-def _measured_seconds(checked: Preflight, work: _Work, limits: Limits, times: StepTimes) -> float:
-    """Seconds of the steps that will run: prompts in steps as full as can be, outputs in steps of all that run.
-
-    To these, what was not measured: a token that attends to another takes 4 operations for each element of its query,
-    at half the rate of the linear layers; outputs read keys and values from memory, which counts where it takes longer.
-    """
-    config = checked.model.config
-    full = min(limits.max_num_batched_tokens, max(1, work.computed))
-    decoding = work.output / max(1, work.decode_steps)
-    steps = work.computed / full * times.seconds(full, 0) + work.decode_steps * times.seconds(decoding, decoding)
-    flops = 4 * int(config["num_hidden_layers"]) * int(config["num_attention_heads"]) * memory.head_dim(config)
-    largest = max(times.layers)
-    flops_rate = memory.parameter_count(config)[0] * largest / times.layers[largest]  # half of it
-    read = memory.kv_bytes_per_token(config, memory.DTYPE_BYTES[checked.dtype])
-    prompts = work.prompt_pairs * flops / flops_rate
-    outputs = max(work.output_pairs * flops / flops_rate, work.output_reads * read / _memory_rate())
-    return steps + prompts + outputs
-
-
-def _roofline(checked: Preflight, work: _Work) -> tuple[float, str]:
-    """Seconds by the simplest roofline, and what it rests on.
-
-    Each token multiplies by every matrix once and attends to those before it; each sampled token by the LM head; each
-    step reads the weights once. The slower of arithmetic and memory counts.
-    """
-    config = checked.model.config
-    matrices, _ = memory.parameter_count(config)
-    head = int(config["vocab_size"]) * int(config["hidden_size"])
-    attention = 2 * int(config["num_hidden_layers"]) * int(config["num_attention_heads"]) * memory.head_dim(config)
-    pairs = work.prompt_pairs + work.output_pairs
-    flops = 2 * ((work.computed + work.output) * matrices + attention * pairs + work.output * head)
-    width = memory.DTYPE_BYTES[checked.dtype]
-    weights = memory.weight_bytes(config, width, checked.job.model.quantization)
-    flops_rate = _matmul_rate()
-    seconds = max(flops / flops_rate, work.steps * weights / _memory_rate())
-    basis = f"{format_count(flops)} FLOP at the {flops_rate / 1e9:,.0f} GFLOP/s of a float32 matmul measured here"
-    return seconds, basis
-
-
-def _matmul_rate() -> float:
-    """This CPU's float32 matmul rate in FLOP/s, the best of about 0.1 s."""
-    m, k, n = _PROBE_SHAPE
-    a, b = np.ones((m, k), np.float32), np.ones((k, n), np.float32)
-    return 2 * m * k * n / _best(lambda: a @ b)
-
-
-def _memory_rate() -> float:
-    """This CPU's memory rate in bytes/s, the best of about 0.1 s."""
-    big, target = np.ones(8 << 20, np.float32), np.zeros(8 << 20, np.float32)
-    return 2 * big.nbytes / _best(lambda: np.copyto(target, big))
-
-
-def _best(work: Any) -> float:
-    times: list[float] = []
-    end = time.perf_counter() + _PROBE_SECONDS
-    while (start := time.perf_counter()) < end or len(times) < _PROBE_TRIES:
-        work()
-        times.append(time.perf_counter() - start)
-    return min(times)
 
 
 def _histogram(histogram: Sequence[tuple[int, int, int]]) -> str:

@@ -21,6 +21,7 @@ from batchrun.data.rows import InputFile, PreparedRow
 from batchrun.data.source import SAMPLED_ROWS, Source
 from batchrun.data.template import RowTemplate
 from batchrun.engine import memory
+from batchrun.engine.limits import resolve_limits
 from batchrun.errors import JobError, without_credentials
 from batchrun.job import JobSpec, PromptSpec
 from batchrun.model_files import ModelFiles, resolve
@@ -136,7 +137,7 @@ def preflight(job: JobSpec, *, to_run: bool = False) -> Preflight:
     with faults.about("engine.device"):
         device = _resolve_device(job, warnings, to_run=to_run)
         memory.check_quantization(job.model.quantization, device)
-        memory.resolve_limits(job.engine, device)
+        resolve_limits(job.engine, device)
     with faults.about("model.name_or_path"):
         model = resolve(job.model.name_or_path, job.model.revision, weights=False)
         with faults.about("model.name_or_path"):

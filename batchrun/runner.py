@@ -35,12 +35,12 @@ from batchrun.errors import (
     row_error,
     without_credentials,
 )
+from batchrun.estimate import expect
 from batchrun.job import JobSpec
 from batchrun.model_files import resolve
 from batchrun.numerics import numerics
 from batchrun.observe.progress import Progress, Snapshot
 from batchrun.observe.report import RunReport, summary
-from batchrun.plan import expect
 from batchrun.preflight import Preflight, preflight
 from batchrun.signals import StopSignals
 
@@ -236,10 +236,15 @@ class _Run:
             begins = self._engine is None
             self._take(window)
             if begins and self._engine is not None:
-                rows = window.rows[:_EXPECTED_ROWS]
-                if expected := expect(self.ready, rows, self._total_rows - self.rows_before):
-                    progress.expect(*expected)
+                self._expect(window, self._engine, progress)
             timeout = 0.0
+
+    def _expect(self, window: Window, engine: Engine, progress: Progress) -> None:
+        """Let the first ETA be that of rows like the first window's."""
+        rows = window.rows[:_EXPECTED_ROWS]
+        left = self._total_rows - self.rows_before
+        if expected := expect(self.ready, rows, left, engine.limits, engine.step_times):
+            progress.expect(*expected)
 
     def _take(self, window: Window) -> None:
         opened = self._open[window.split]

@@ -5,46 +5,19 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchrun.data.rows import PreparedRow
 from batchrun.engine import step_times
 from batchrun.engine.step_times import StepTimes
 from batchrun.job import load_job
 from batchrun.model_files import resolve
 from batchrun.models.families import model_config
-from batchrun.plan import TokenCounts, expect, make_plan, shared_tokens
-from batchrun.preflight import preflight
-from batchrun.sampling import SamplingParams
+from batchrun.plan import TokenCounts, make_plan
 from tests.jobs import write_job, write_rows
-
-
-def test_whole_blocks_are_shared_and_the_last_token_is_computed() -> None:
-    a, b = [1, 2, 3, 4], [5, 6, 7, 8]
-    assert shared_tokens([a + b + [9], a + b + [10]], 4) == 8
-    assert shared_tokens([a + b + [9], [*a, 0, *b]], 4) == 4
-    assert shared_tokens([a + b, a + b], 4) == 4  # the second's last block holds its last token
-    assert shared_tokens([a, b + a + [1]], 4) == 0  # equal blocks after different ones are different
-    assert shared_tokens([a[:3], a[:3]], 4) == 0
-
-
-def brute_force(prompts: Sequence[list[int]], block: int) -> int:
-    hits, seen = 0, set()
-    for ids in prompts:
-        starts = [tuple(ids[:end]) for end in range(block, len(ids) + 1, block)]
-        hits += block * sum(start in seen and len(start) < len(ids) for start in starts)
-        seen |= set(starts)
-    return hits
-
-
-@given(st.lists(st.lists(st.integers(0, 2), max_size=9), max_size=8), st.integers(1, 3))
-def test_shared_tokens_agree_with_brute_force(prompts: list[list[int]], block: int) -> None:
-    assert shared_tokens(prompts, block) == brute_force(prompts, block)
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=50))
@@ -115,8 +88,11 @@ def measured(shared_job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         subject=step_times.subject(job.model, job.engine, config, "float32"),
         operations="any",
         threads=1,
+        measured_at=1.0,
+        vocab_size=config.vocab_size,
         layers={size: 1e-3 + size * 1e-5 for size in (16, 64, 4096)},
         head={16: 2e-3, 1024: 2e-3},
+        memory_rate=1e10,
     )
     times.save()
     return times
@@ -147,16 +123,16 @@ def test_a_plan_is_of_the_steps_that_an_engine_will_choose(shared_job: Path, mea
     assert make_plan(load_job(shared_job, ["engine.max_num_seqs=7"])).concurrent == 7
 
 
-def test_what_a_run_expects_is_what_its_plan_says(shared_job: Path, measured: StepTimes) -> None:
-    checked = preflight(load_job(shared_job))
-    rows = [PreparedRow(i, [1] * 40 + [i] * 8, SamplingParams(max_tokens=8)) for i in range(50)]
-    expected = expect(checked, [*rows, PreparedRow(50, error="missing_value: x")], 51)
-    assert expected is not None
-    tokens, rate = expected
-    assert tokens == pytest.approx((32 + 50 * 16 + 50 * 8) / 51)
-    assert 51 * tokens / rate > 1e-5 * 51 * tokens  # more than the layers alone
-    assert expect(checked, [PreparedRow(0, error="missing_value: x")], 1) is None
-    assert expect(checked, [], 0) is None
+def test_a_plan_goes_by_the_latest_measurement(shared_job: Path, measured: StepTimes) -> None:
+    slower = {size: 100 * seconds for size, seconds in measured.layers.items()}
+    before = make_plan(load_job(shared_job)).seconds
+    measured.model_copy(update={"threads": 2, "measured_at": 0.0, "layers": slower}).save()
+    assert make_plan(load_job(shared_job)).seconds == before
+    measured.model_copy(update={"threads": 2, "measured_at": 2.0, "layers": slower}).save()
+    after = make_plan(load_job(shared_job)).seconds
+    assert before is not None
+    assert after is not None
+    assert after > 20 * before
 
 
 def test_without_prefix_caching_nothing_is_shared(shared_job: Path) -> None:

@@ -10,6 +10,7 @@
 `sampler`     logits to tokens and log-probabilities; `noise`: their randomness
 `stop`        when a request ends, and its text
 `memory`      what a model needs of a machine (no torch)
+`limits`      the bounds of a step (no torch)
 `step_times`  how long steps take here, by their size, kept on disk (no torch); `calibrate` measures them
 ============  ===========================================================================================
 """

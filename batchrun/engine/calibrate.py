@@ -1,4 +1,4 @@
-"""Measures how long a step takes by its size: a few seconds, once for a processor and a model.
+"""Measures how long a step takes by its size: a few seconds, at most once a week for a model and a processor.
 
 Results do not depend on it: it runs the decoder's layers on numbers and a KV cache of its own.
 """
@@ -7,23 +7,26 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import cycle
-from time import perf_counter
 
 import torch
 from torch import Tensor
 
 from batchrun.engine.executor import use_threads
-from batchrun.engine.step_times import StepTimes, Subject, load
-from batchrun.models.decoder import Decoder
+from batchrun.engine.limits import logits_fit
+from batchrun.engine.step_times import StepTimes, Subject, find
+from batchrun.models.decoder import Decoder, KVCache
 from batchrun.numerics import describe_operations
 from batchrun.ops.attention_batch import AttentionBatch
+from batchrun.probe import memory_rate
 
 SIZES = (16, 64, 128, 256, 512, 1024, 2048, 4096)  # tokens of a step
 HEAD_SIZES = (16, 64, 128, 256, 512, 1024)  # rows of logits
+_TRUSTED_SECONDS = 7 * 86400  # how long a measurement stands alone
 _ROUNDS = 4
 _LAYER_SECONDS = 2.0
 _HEAD_SECONDS = 1.0
@@ -31,29 +34,36 @@ _HEAD_SECONDS = 1.0
 logger = logging.getLogger(__name__)
 
 
-def step_times(decoder: Decoder, subject: Subject, num_threads: int | None) -> StepTimes:
+def calibrated(decoder: Decoder, subject: Subject, num_threads: int | None) -> StepTimes:
     """The times of a decoder on the CPU: those kept for ``subject``, or new ones, which are kept.
 
-    Measures in a thread of its own that computes with ``num_threads`` as the executor's will.
+    Others may have used the processor in the meantime: what was kept for a week is measured again, and of each time
+    the faster holds. Measures in a thread of its own that computes with ``num_threads`` as the executor's will.
     """
     with ThreadPoolExecutor(1, initializer=use_threads, initargs=(num_threads,)) as thread:
-        return thread.submit(_step_times, decoder, subject).result()
+        return thread.submit(_calibrated, decoder, subject).result()
 
 
-def _step_times(decoder: Decoder, subject: Subject) -> StepTimes:
+def _calibrated(decoder: Decoder, subject: Subject) -> StepTimes:
     operations, threads = describe_operations(decoder.ops, "cpu"), torch.get_num_threads()
-    kept = load(subject)
-    if kept is not None and (kept.operations, kept.threads) == (operations, threads):
+    kept = next((times for times in find(subject) if (times.operations, times.threads) == (operations, threads)), None)
+    now = time.time()
+    if kept is not None and now - kept.measured_at < _TRUSTED_SECONDS:
         return kept
-    logger.info("measuring how long a step takes here, once for this model")
+    logger.info("measuring how long steps of this model take here")
     layer, head = measure(decoder)
     times = StepTimes(
         subject=subject,
         operations=operations,
         threads=threads,
+        measured_at=now,
+        vocab_size=decoder.config.vocab_size,
         layers={size: seconds * len(decoder.layers) for size, seconds in layer.items()},
         head=head,
+        memory_rate=memory_rate(),
     )
+    if kept is not None:
+        times = times.merged(kept)
     times.save()
     return times
 
@@ -64,7 +74,8 @@ def measure(decoder: Decoder) -> tuple[dict[int, float], dict[int, float]]:
     random = torch.Generator().manual_seed(0)
     row = torch.randn(decoder.config.hidden_size, generator=random).to(decoder.norm.dtype)
     hidden, residual = (row.repeat(max(SIZES), 1) for _ in range(2))
-    head = {size: partial(decoder.logits, hidden[:size]) for size in HEAD_SIZES}
+    sizes = [size for size in HEAD_SIZES if logits_fit(size, decoder.config.vocab_size)]
+    head = {size: partial(decoder.logits, hidden[:size]) for size in sizes}
     return (
         _least_seconds(_layer_work(decoder, hidden, residual), _LAYER_SECONDS),
         _least_seconds(head, _HEAD_SECONDS),
@@ -78,7 +89,7 @@ def _layer_work(decoder: Decoder, hidden: Tensor, residual: Tensor) -> dict[int,
     """
     layers = cycle(decoder.layers)
     shape = (max(SIZES) + 1, decoder.config.n_kv_heads, 1, decoder.config.head_dim)  # blocks of one token
-    keys, values = (torch.zeros(shape, dtype=hidden.dtype) for _ in range(2))
+    cache = KVCache(*(torch.zeros(shape, dtype=hidden.dtype) for _ in range(2)))
 
     def work(size: int) -> Callable[[], Tensor]:
         blocks = torch.arange(1, size + 1)
@@ -89,7 +100,7 @@ def _layer_work(decoder: Decoder, hidden: Tensor, residual: Tensor) -> dict[int,
             slots=blocks,
         )
         tokens = (hidden[:size], residual[:size], torch.zeros(size, dtype=torch.int64))
-        return lambda: decoder.run_layer(next(layers), decoder.norm, *tokens, batch, keys, values)
+        return lambda: decoder.run_layer(next(layers), decoder.norm, *tokens, batch, cache)
 
     return {size: work(size) for size in SIZES}
 
@@ -101,15 +112,15 @@ def _least_seconds(works: Mapping[int, Callable[[], object]], seconds: float) ->
     """
     least: dict[int, float] = {}
     share = seconds / (2 * _ROUNDS)  # sizes double, so that a round takes twice its largest
-    end = perf_counter() + seconds
+    end = time.perf_counter() + seconds
     for _ in range(_ROUNDS):
         expected = 0.0
         for size, work in works.items():
             expected = least.get(size, expected)
-            now = perf_counter()
+            now = time.perf_counter()
             if expected > share or now + expected > end:
                 break
             work()
-            least[size] = min(least.get(size, math.inf), perf_counter() - now)
+            least[size] = min(least.get(size, math.inf), time.perf_counter() - now)
             expected = 2 * least[size]
     return least

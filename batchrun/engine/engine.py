@@ -16,11 +16,12 @@ from batchrun.data.rows import TokenLogprob
 from batchrun.engine import memory
 from batchrun.engine.batch import build_batch
 from batchrun.engine.blocks import BlockPool
-from batchrun.engine.calibrate import step_times
+from batchrun.engine.calibrate import calibrated
 from batchrun.engine.executor import Executor
+from batchrun.engine.limits import resolve_limits
 from batchrun.engine.request import NO_TOKEN, Request, Step, StepOutput, noise_key
 from batchrun.engine.scheduler import KVGroup, Limits, Scheduler
-from batchrun.engine.step_times import subject
+from batchrun.engine.step_times import StepTimes, find, subject
 from batchrun.engine.stop import finish_reason, output_text
 from batchrun.errors import JobError
 from batchrun.faults import describe_arguments, unknown_name
@@ -109,10 +110,8 @@ class Engine:
         )
         n_blocks = budget // (bytes_per_token * spec.block_size)
         num_threads = None if spec.num_threads == "auto" else min(spec.num_threads, os.cpu_count() or 1)
-        times = None
-        if device == "cpu" and "auto" in (spec.max_num_seqs, spec.max_num_batched_tokens):
-            times = step_times(decoder, subject(self.model_spec, spec, decoder.config, dtype), num_threads)
-        limits = memory.resolve_limits(spec, device, times)
+        self.step_times = self._step_times(decoder, dtype, num_threads) if device == "cpu" else None
+        limits = resolve_limits(spec, device, self.step_times)
         try:
             self.executor = Executor(
                 decoder,
@@ -138,6 +137,13 @@ class Engine:
         quantize = QUANTIZERS[self.model_spec.quantization]
         loader = Loader(open_weights(self.files), dtype, device, ops.pack, quantize)
         return Decoder(config, loader, ops, self.max_model_len)
+
+    def _step_times(self, decoder: Decoder, dtype: str, num_threads: int | None) -> StepTimes | None:
+        """How long steps take on this CPU; None where no bound is chosen by it and it was not measured before."""
+        of = subject(self.model_spec, self.spec, decoder.config, dtype)
+        if "auto" in (self.spec.max_num_seqs, self.spec.max_num_batched_tokens):
+            return calibrated(decoder, of, num_threads)
+        return next(iter(find(of)), None)
 
     # ---- requests
 

@@ -47,11 +47,9 @@ class Executor:
         self.model = model
         self.device = device
         config = model.config
-        self.caches = []
-        for window in model.windows:
-            # A head's keys of a block and its values, which are read one after the other, lie side by side.
-            shape = (config.windows.count(window), n_blocks, config.n_kv_heads, 2, block_size, config.head_dim)
-            self.caches.append(KVCache(*_zeros(shape, dtype, device).unbind(3)))
+        # A head's keys of a block and its values, which are read one after the other, lie side by side.
+        shape = (n_blocks, config.n_kv_heads, 2, block_size, config.head_dim)
+        self.caches = [KVCache(*_zeros(shape, dtype, device).unbind(2)) for _ in model.layers]
         self.tokens = _zeros((max_num_seqs, max_model_len), torch.int64, device)
         self._stream = ThreadPoolExecutor(1, "executor", initializer=use_threads, initargs=(num_threads,))
 

@@ -1,5 +1,4 @@
-"""What a model needs of a machine: KV bytes, context length, numbers, device and size of a step, worked out from plain
-configuration.
+"""What a model needs of a machine: KV bytes, context length, numbers and device, worked out from plain configuration.
 
 The engine sizes its pool with these functions and ``batchrun plan`` predicts it with the same ones, so this module
 imports no torch. A configuration is the dictionary of a Hugging Face ``config.json`` (a GGUF file's is translated).
@@ -18,8 +17,6 @@ from typing import Any, Literal
 
 import psutil
 
-from batchrun.engine.scheduler import Limits
-from batchrun.engine.step_times import StepTimes
 from batchrun.errors import JobError
 from batchrun.job import EngineSpec, ModelSpec, Quantization
 from batchrun.kernels.machine import describe_cpu
@@ -36,12 +33,6 @@ _CGROUP = Path("/sys/fs/cgroup")
 _CPU_KV_CEILING = 4 * _GIB
 _CPU_KV_SHARE = 0.25
 _CPU_ONE_SEQUENCE_SHARE = 0.75  # an automatic budget grows this far to hold one whole sequence
-_MAX_NUM_SEQS = {"cpu": 256, "cuda": 1024}
-_MAX_NUM_BATCHED_TOKENS = {"cpu": 3072, "cuda": 16384}
-_SEQS_CHOICES = (256, 512, 1024)  # fewer are never faster by much
-_TOKENS_CHOICES = (1024, 2048, 3072, 4096)
-_NOISE = 0.05  # of the least time for a token: what measured times differ by from one moment to another
-_TOKENS_PER_SEQUENCE = 2  # that an automatic bound leaves at least, so that prompts come in while all sequences run
 _ROPE_ALREADY_SCALED = {"default", "llama3", "longrope", "su", "mrope"}
 
 
@@ -160,45 +151,6 @@ def resolve_max_model_len(config: Config, spec: ModelSpec) -> int:
     if config.get("max_position_embeddings") and spec.max_model_len > (limit := context_length(config)):
         raise JobError(f"model.max_model_len: {spec.max_model_len} is above the model's context of {limit} tokens")
     return spec.max_model_len
-
-
-def resolve_limits(spec: EngineSpec, device: Device, times: StepTimes | None = None) -> Limits:
-    """The bounds of a step: those that are set, and for ``auto`` the defaults, or what ``times`` show to be faster.
-
-    Raises JobError where both are set and a step has less than one token for each running sequence.
-    """
-    most, budget = spec.max_num_seqs, spec.max_num_batched_tokens
-    seqs = _choose_seqs(_MAX_NUM_SEQS[device], times) if most == "auto" else most
-    if most == "auto" and budget != "auto":
-        seqs = max(1, min(seqs, budget // _TOKENS_PER_SEQUENCE))
-    if budget == "auto":
-        tokens = max(_choose_tokens(_MAX_NUM_BATCHED_TOKENS[device], times), _TOKENS_PER_SEQUENCE * seqs)
-    elif budget >= seqs:
-        tokens = budget
-    else:
-        raise JobError(
-            f"engine.max_num_batched_tokens: {budget} is below max_num_seqs ({seqs}): every "
-            "running sequence takes at least one token of a step"
-        )
-    return Limits(seqs, tokens, spec.enable_prefix_caching)
-
-
-def _choose_seqs(default: int, times: StepTimes | None) -> int:
-    if times is None:
-        return default
-    return _fastest({n: times.seconds(n, n) / n for n in _SEQS_CHOICES}, default)
-
-
-def _choose_tokens(default: int, times: StepTimes | None) -> int:
-    if times is None:
-        return default
-    return _fastest({n: times.seconds(n, 0) / n for n in _TOKENS_CHOICES}, default)
-
-
-def _fastest(costs: Mapping[int, float], default: int) -> int:
-    """``default`` unless its cost is clearly above the least; then the smallest size for which that is not so."""
-    near = [size for size, cost in costs.items() if cost <= min(costs.values()) * (1 + _NOISE)]
-    return default if default in near else min(near)
 
 
 def total_memory() -> int:

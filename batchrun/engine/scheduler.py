@@ -220,7 +220,11 @@ class Scheduler:
     # ---- admission
 
     def _admit(self, rows: list[StepRow], budget: int) -> list[Request]:
-        """Let waiting requests run, as many as slots, blocks and ``budget`` tokens allow; adds their rows."""
+        """Let waiting requests run, as many as slots, blocks and ``budget`` tokens allow; adds their rows.
+
+        One for which there are too few blocks ends admission: it keeps its place at the front, so that smaller ones
+        behind it do not take what it waits for.
+        """
         admitted: list[Request] = []
         passed_over: list[Request] = []
         promised: list[int] = []

@@ -40,13 +40,12 @@ class Layer:
     gate_up: Linear
     down: Linear
     window: int | None
-    group: int  # KV group, and the layer's place within it
-    place: int
+    group: int  # KV group: the place of its window among the decoder's
 
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """Keys and values of one KV group: ``[layers, n_blocks, HKV, block_size, D]`` each."""
+    """Keys and values of one layer: ``[n_blocks, HKV, block_size, D]`` each."""
 
     keys: Tensor
     values: Tensor
@@ -91,7 +90,6 @@ class Decoder:
             down=linear(config.mlp_bias, f"{mlp}down_proj"),
             window=window,
             group=self.windows.index(window),
-            place=config.windows[:index].count(window),
         )
 
     def forward(
@@ -99,15 +97,13 @@ class Decoder:
     ) -> Tensor:
         """Hidden states [T, H] of packed tokens ``ids`` [T] at ``positions`` [T], after the final norm.
 
-        Writes the tokens' keys and values into ``caches``, which with ``groups`` stand in the order of `windows`.
+        Writes the tokens' keys and values into ``caches``, one a layer; ``groups`` stand in the order of `windows`.
         """
         residual = self.embedding.rows(ids)
         hidden: Tensor = self.ops.rms_norm(residual, self.layers[0].input_norm, self.config.norm_eps)
         following = [layer.input_norm for layer in self.layers[1:]] + [self.norm]
-        for layer, next_norm in zip(self.layers, following, strict=True):
-            cache = caches[layer.group]
-            keys, values = cache.keys[layer.place], cache.values[layer.place]
-            hidden = self.run_layer(layer, next_norm, hidden, residual, positions, groups[layer.group], keys, values)
+        for layer, next_norm, cache in zip(self.layers, following, caches, strict=True):
+            hidden = self.run_layer(layer, next_norm, hidden, residual, positions, groups[layer.group], cache)
         return hidden
 
     def run_layer(
@@ -118,14 +114,14 @@ class Decoder:
         residual: Tensor,
         positions: Tensor,
         batch: AttentionBatch,
-        keys: Tensor,
-        values: Tensor,
+        cache: KVCache,
     ) -> Tensor:
         """One layer, from its normed input ``hidden`` [T, H] to that of the next, whose norm is ``next_norm``.
 
-        Adds to ``residual`` [T, H] in place and writes the layer's own ``keys`` and ``values``.
+        Adds to ``residual`` [T, H] in place and writes the layer's own ``cache``.
         """
         ops, eps = self.ops, self.config.norm_eps
+        keys, values = cache.keys, cache.values
         qkv = ops.linear(hidden, layer.qkv.weight, layer.qkv.bias)
         q = ops.rope_kv_write(
             qkv, self.cos_sin, positions, batch.slots, keys, values, q_norm=layer.q_norm, k_norm=layer.k_norm, eps=eps

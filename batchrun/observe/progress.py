@@ -23,8 +23,8 @@ _LINE_SECONDS = 15.0
 _BAR_SECONDS = 0.5
 _UNSIZED_COLUMNS = 120
 _RATE_SECONDS = 60.0  # rates are those of the last minute
-_PRIOR_ROWS = 8.0  # how many finished rows the plan's estimate of tokens per row weighs as much as,
-_PRIOR_SECONDS = 15.0  # and until when its estimate of tokens per second stands for what is not seen yet
+_PRIOR_ROWS = 8.0  # how many finished rows the estimate of tokens per row weighs as much as,
+_PRIOR_SECONDS = 15.0  # and until when that of tokens per second stands for what is not seen yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class Progress:
             )
 
     def expect(self, tokens_per_row: float, tokens_per_second: float) -> None:
-        """What the plan says of a run that begins now: it counts as long as little has been seen."""
+        """What is estimated of a run that begins now: it counts as long as little has been seen."""
         self._tokens_per_row, self._tokens_per_second = tokens_per_row, tokens_per_second
         self._window = deque([(self._clock(), self._last)])
 
@@ -158,7 +158,7 @@ class Progress:
         )
 
     def _expected_rate(self, moment: float, seen: float) -> float:
-        """Tokens per second to come: those seen, with the plan's in place of what is missing of the first seconds."""
+        """Tokens per second to come: those seen, with the estimate in place of what is missing of the first seconds."""
         seconds = moment - self._window[0][0]
         if self._tokens_per_second == 0 or seconds >= _PRIOR_SECONDS:
             return seen

@@ -10,7 +10,7 @@ import pytest
 from batchrun.engine.blocks import BlockPool
 from batchrun.engine.request import Request, State, StepOutput
 from batchrun.engine.scheduler import KVGroup, Limits, Scheduler
-from batchrun.plan import shared_tokens
+from batchrun.estimate import shared_tokens
 from batchrun.sampling import SamplingParams
 from tests.engine.driver import request
 

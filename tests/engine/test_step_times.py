@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,10 @@ import pytest
 import torch
 
 from batchrun import Engine, SamplingParams
-from batchrun.engine import calibrate, step_times
-from batchrun.engine.memory import resolve_limits
+from batchrun.engine import calibrate, limits, step_times
+from batchrun.engine.limits import resolve_limits
 from batchrun.engine.scheduler import Limits
-from batchrun.engine.step_times import StepTimes, load, subject
+from batchrun.engine.step_times import StepTimes, find, subject
 from batchrun.errors import JobError
 from batchrun.job import EngineSpec, ModelSpec
 from batchrun.model_files import resolve
@@ -31,8 +33,15 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def times(layers: Mapping[int, float], head: Mapping[int, float] | None = None, **fields: Any) -> StepTimes:
-    values: dict[str, Any] = {"subject": {"of": "a test"}, "operations": "none", "threads": 1} | fields
-    return StepTimes(layers=dict(layers), head=dict(head or {16: 1e-9}), **values)
+    values: dict[str, Any] = {
+        "subject": {"of": "a test"},
+        "operations": "none",
+        "threads": 1,
+        "measured_at": 0.0,
+        "vocab_size": 320,
+        "memory_rate": 1e10,
+    }
+    return StepTimes(layers=dict(layers), head=dict(head or {16: 1e-9}), **(values | fields))
 
 
 def per_token(costs: Mapping[int, float]) -> StepTimes:
@@ -41,8 +50,8 @@ def per_token(costs: Mapping[int, float]) -> StepTimes:
 
 
 def chosen(measured: StepTimes | None, **options: Any) -> tuple[int, int]:
-    limits = resolve_limits(EngineSpec(**options), "cpu", measured)
-    return limits.max_num_seqs, limits.max_num_batched_tokens
+    bounds = resolve_limits(EngineSpec(**options), "cpu", measured)
+    return bounds.max_num_seqs, bounds.max_num_batched_tokens
 
 
 # ---- what is chosen
@@ -79,6 +88,15 @@ def test_the_output_projection_counts_for_sequences_alone() -> None:
     assert chosen(times(layers, head)) == (1024, 3072)
 
 
+def test_sequences_are_no_more_than_leave_logits_small() -> None:
+    falling = per_token(dict(zip(SIZES, (400, 250, 200, 150, 120, 104, 102, 100), strict=True)))
+    most = {
+        vocab: chosen(falling.model_copy(update={"vocab_size": vocab}))[0]
+        for vocab in (65_536, 65_537, 131_072, 131_073, 1_000_000)
+    }
+    assert most == {65_536: 1024, 65_537: 512, 131_072: 512, 131_073: 256, 1_000_000: 256}
+
+
 def test_sizes_that_were_not_measured_promise_nothing() -> None:
     assert chosen(per_token({16: 1000.0, 64: 300.0, 128: 200.0})) == (256, 3072)
     assert chosen(per_token({16: 1000.0})) == (256, 3072)
@@ -112,11 +130,34 @@ def test_seconds_between_and_beyond_what_was_measured() -> None:
 
 def test_what_was_kept_is_found_again_and_nothing_else(own_cache: Path) -> None:
     kept = times({16: 0.25, 64: 1.5})
-    assert load(kept.subject) is None
+    assert find(kept.subject) == []
     kept.save()
-    assert load(kept.subject) == kept
-    assert load({"of": "another"}) is None
+    assert find(kept.subject) == [kept]
+    assert find({"of": "another"}) == []
     assert [path.suffix for path in own_cache.iterdir()] == [".json"]
+
+
+def test_engines_that_compute_differently_keep_what_each_measured() -> None:
+    one = times({16: 0.25})
+    others = [
+        times({16: 0.5}, threads=2, measured_at=2.0),
+        times({16: 0.5}, operations="others", measured_at=1.0),
+        times({16: 0.5}, threads=2, operations="others", measured_at=-1.0),
+    ]
+    for each in (one, *others):
+        each.save()
+    assert find(one.subject) == [others[0], others[1], one, others[2]]
+    again = one.model_copy(update={"layers": {16: 0.125}})
+    again.save()
+    assert find(one.subject) == [others[0], others[1], again, others[2]]
+
+
+def test_of_two_measurements_the_faster_of_each_size_holds() -> None:
+    early = times({16: 1.0, 64: 2.0, 128: 9.0}, {16: 0.5}, memory_rate=3.0)
+    late = times({16: 0.5, 64: 3.0}, {16: 0.75, 64: 1.0}, memory_rate=2.0, measured_at=7.0)
+    assert late.merged(early) == times(
+        {16: 0.5, 64: 2.0, 128: 9.0}, {16: 0.5, 64: 1.0}, memory_rate=3.0, measured_at=7.0
+    )
 
 
 @pytest.mark.parametrize(
@@ -138,19 +179,19 @@ def test_a_damaged_or_foreign_file_is_passed_over(own_cache: Path, damage: Any) 
     kept.save()
     (path,) = own_cache.iterdir()
     path.write_text(damage(path.read_text()))
-    assert load(kept.subject) is None
+    assert find(kept.subject) == []
     kept.save()
-    assert load(kept.subject) == kept
+    assert find(kept.subject) == [kept]
 
 
 def test_a_cache_that_cannot_be_written_is_no_failure(tmp_path: Path, own_cache: Path) -> None:
     own_cache.write_text("no directory")
     times({16: 0.25}).save()
-    assert load({"of": "a test"}) is None
+    assert find({"of": "a test"}) == []
 
 
 def test_times_are_of_a_processor_a_shape_numbers_and_threads(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = model_config(resolve(str(tiny_model)).config)
 
@@ -164,8 +205,18 @@ def test_times_are_of_a_processor_a_shape_numbers_and_threads(
     monkeypatch.setenv("OMP_NUM_THREADS", "77")
     others.append(key())
     monkeypatch.undo()
-    monkeypatch.setattr(step_times, "describe_cpu", lambda: "another")
-    others.append(key())
+    with monkeypatch.context() as patch:
+        patch.setattr(step_times, "describe_cpu", lambda: "another")
+        others.append(key())
+    with monkeypatch.context() as patch:
+        quota = tmp_path / "cpu.max"
+        patch.setattr(step_times, "_PROCESSOR_QUOTA", quota)
+        patch.setattr(os, "sched_getaffinity", lambda _: set(range(1000)))
+        others.append(key())
+        quota.write_text("max 100000\n")
+        assert key() == others[-1]
+        quota.write_text("150000 100000\n")
+        others.append(key())
     assert len({plain, *others}) == len(others) + 1
 
 
@@ -196,14 +247,54 @@ def test_an_engine_measures_once_and_goes_by_it(
     assert len(measured) == 1
     Engine(str(tiny_model), **options(num_threads=2)).close()
     assert len(measured) == 2
+    path.unlink()
     kept.model_copy(update={"operations": "of another release"}).save()
     Engine(str(tiny_model), **options()).close()
     assert len(measured) == 3
 
 
+def test_after_a_week_an_engine_measures_once_more(tiny_model: Path, own_cache: Path) -> None:
+    Engine(str(tiny_model), **options()).close()
+    (path,) = own_cache.iterdir()
+    first = StepTimes.model_validate_json(path.read_text())
+    old = first.model_copy(
+        update={"measured_at": time.time() - 8 * 86400, "layers": {16: 1e-12, 64: 1e9}, "memory_rate": 1.0}
+    )
+    old.save()
+    Engine(str(tiny_model), **options()).close()
+    (again,) = find(first.subject)
+    assert again.measured_at >= first.measured_at
+    assert again.layers[16] == 1e-12
+    assert again.layers[64] < 1
+    assert again.memory_rate > 1
+    Engine(str(tiny_model), **options()).close()
+    assert find(first.subject) == [again]
+
+
 def test_nothing_is_measured_where_all_is_set(tiny_model: Path, own_cache: Path) -> None:
-    Engine(str(tiny_model), **options(max_num_seqs=2, max_num_batched_tokens=9)).close()
+    def engine_times(**bounds: int) -> StepTimes | None:
+        engine = Engine(str(tiny_model), **options(**bounds))
+        engine.close()
+        return engine.step_times
+
+    assert engine_times(max_num_seqs=2, max_num_batched_tokens=9) is None
     assert not own_cache.exists()
+    measured = engine_times()
+    assert measured is not None
+    assert engine_times(max_num_seqs=2, max_num_batched_tokens=9) == measured
+
+
+def test_an_engine_knows_its_times_where_they_cannot_be_kept(tiny_model: Path, own_cache: Path) -> None:
+    own_cache.write_text("no directory")
+    engine = Engine(str(tiny_model), **options())
+    engine.close()
+    assert engine.step_times is not None
+
+
+def test_heads_are_measured_as_far_as_their_logits_are_small(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "_MAX_LOGITS_BYTES", 128 * 320 * 4)
+    _, head = calibrate.measure(load_decoder(tiny_model))
+    assert list(head) == [16, 64, 128]
 
 
 def test_measuring_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +307,7 @@ def test_measuring_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         nonlocal now
         now += seconds
 
-    monkeypatch.setattr(calibrate, "perf_counter", clock)
+    monkeypatch.setattr(calibrate.time, "perf_counter", clock)
     works = {size: lambda size=size: work(size / 1024) for size in SIZES}  # as of a large model
     least = calibrate._least_seconds(works, 2.0)
     assert now <= 2.0
@@ -237,8 +328,8 @@ def test_measuring_moves_no_result(tiny_model: Path) -> None:
         assert torch.equal(layer.qkv.weight.dequantize(), weight)
     params = SamplingParams(temperature=0.9, max_tokens=8, ignore_eos=True, logprobs=1, seed=3)
     outcomes = []
-    for limits in ({}, {"max_num_seqs": 2, "max_num_batched_tokens": 9}):
-        engine = Engine(str(tiny_model), **options(reproducible=True, **limits))
+    for bounds in ({}, {"max_num_seqs": 2, "max_num_batched_tokens": 9}):
+        engine = Engine(str(tiny_model), **options(reproducible=True, **bounds))
         prompts = [[n, n + 1, n + 2] * 5 for n in range(20)]
         results = sorted(engine.generate(prompts, params), key=lambda result: result.index)
         outcomes.append([(result.token_ids, result.logprobs) for result in results])
