@@ -1,11 +1,12 @@
 """Native CPU kernels over a packed, ragged batch: linear layers, paged attention, norms, SiLU * up, RoPE with KV write.
 
 They are compiled on first use (see :mod:`batchrun.kernels.cpu.build`); where that is impossible :func:`available` is
-False and the caller computes with torch. All tensors are contiguous, on the CPU, float32 or bfloat16, and are neither
-copied nor kept; sums are fp32, those of int8 exact. **A token's result is bitwise independent** of the other rows of
-the batch, of how its request was cut into chunks, of block size and placement, and of the number of threads
-(``torch.get_num_threads()``); it does depend on the processor's vector width. Every function raises ValueError for a
-wrong dtype, shape or layout, and for an index outside of the cache or table, before anything is written.
+False and the caller computes with torch. All tensors are on the CPU, contiguous (of caches: the blocks of a head),
+float32 or bfloat16, and are neither copied nor kept; sums are fp32, those of int8 exact. **A token's result is bitwise
+independent** of the other rows of the batch, of how its request was cut into chunks, of block size and placement, and
+of the number of threads (``torch.get_num_threads()``); it does depend on the processor's vector width. Every function
+raises ValueError for a wrong dtype, shape or layout, and for an index outside of the cache or table, before anything is
+written.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 // Paged causal attention of ragged queries.
 //
 // A *line* is one query head of one query token: the unit whose bits are promised. Lines that share a KV head are
-// worked in groups of up to LINES, so that each key and value is fetched and unpacked once for all of them: the lines
+// worked in groups of up to LINES, so that each key and value is fetched once for all of them: the lines
 // of one row (its query heads x its query tokens, token-major), or those of neighbouring rows of one token each whose
 // block tables begin alike, which meet the tiles that they share together and then each row its own. Keys come in tiles
 // of TILE; SPLIT keys make a softmax of their own, and the splits of a line are merged in ascending order, by however
@@ -16,15 +16,11 @@
 #include <algorithm>
 #include <atomic>
 #include <type_traits>
-#include <vector>
 
-#include "calls.h"
-#include "vectors.h"
+#include "attention_tiles.h"
+#include "attention_work.h"
 
 namespace {
-
-constexpr int TILE = 64, SPLIT = 512, LINES = 96, BLOCKED_LINES = 6;
-static_assert(SPLIT % TILE == 0 && TILE % W == 0 && LINES % BLOCKED_LINES == 0, "");
 
 // Vectors to keep in registers per line when `lines` lines are blocked together: a power of two.
 constexpr int vectors_for(int lines) {
@@ -32,174 +28,9 @@ constexpr int vectors_for(int lines) {
     return std::min(fit >= 8 ? 8 : fit >= 4 ? 4 : fit >= 2 ? 2 : 1, TILE / W);
 }
 
-struct Attention {
-    const int32_t *cu_q, *kv_len, *block_table;
-    int64_t tokens, n_blocks, page;  // page: elements from one block's head to the next in the cache
-    int rows, table_width, q_heads, kv_heads, head_dim, block_size, window, threads;  // window 0: none
-    float scale, softcap;                                                             // softcap 0: none
-
-    int group() const { return q_heads / kv_heads; }
-    int padded_dim() const { return round_up(head_dim, W); }
-    int first_key(int position) const { return window ? std::max(0, position - window + 1) : 0; }
-};
-
-// Lines [begin, end) of some Lines, which meet the tile at `first_key` of `row`'s keys.
-struct Visit {
-    int row, first_key, begin, end;
-};
-
-// Up to LINES lines of one KV head: of one row, or of `rows` neighbours with one query each that share their keys below
-// `shared`.
-struct Lines {
-    int row, rows, kv_head, first, count;
-    int key_begin, key_end;  // the keys that any of them attends to
-    int shared;              // a multiple of TILE; 0 where there is one row
-
-    int split_begin() const { return key_begin / SPLIT; }
-    int split_end() const { return (key_end + SPLIT - 1) / SPLIT; }
-    // Where the first tile of a split starts.
-    int first_key(int split) const { return std::max(split * SPLIT, key_begin / TILE * TILE); }
-
-    int position(const Attention& a, int line) const {
-        if (rows > 1) return a.kv_len[row + line / a.group()] - 1;
-        return a.kv_len[row] - (a.cu_q[row + 1] - a.cu_q[row]) + (first + line) / a.group();
-    }
-    // Where the line's vector lies in a [tokens, q_heads, head_dim] tensor.
-    int64_t offset(const Attention& a, int line) const {
-        int token = a.cu_q[row] + (first + line) / a.group(), head = kv_head * a.group() + (first + line) % a.group();
-        return (int64_t(token) * a.q_heads + head) * a.head_dim;
-    }
-
-    // The end of the keys of a visit's tile that its lines may attend to.
-    int end_of(const Attention& a, const Visit& v) const {
-        if (rows == 1) return key_end;
-        return v.first_key < shared ? shared : a.kv_len[v.row];
-    }
-    Visit first_visit(const Attention& a, int split) const {
-        int key = first_key(split);
-        return rows == 1 || key < shared ? Visit{row, key, 0, count} : own_visit(a, split, row);
-    }
-    // Moves on to the next tile of a split; false: there is none.
-    bool advance(const Attention& a, int split, Visit& v) const {
-        bool together = v.first_key < shared;
-        v.first_key += TILE;
-        bool within = v.first_key < std::min((split + 1) * SPLIT, end_of(a, v));
-        if (within && (!together || v.first_key < shared)) return true;
-        if (rows == 1) return false;
-        v = own_visit(a, split, together ? row : v.row + 1);
-        return v.row < row + rows;
-    }
-
-private:
-    // The first tile of a split that belongs to one row alone, of `member` or a later row; none: a row past the last.
-    Visit own_visit(const Attention& a, int split, int member) const {
-        int key = std::max(first_key(split), shared), end = (split + 1) * SPLIT;
-        while (member < row + rows && (key >= end || key >= a.kv_len[member])) ++member;
-        int line = (member - row) * a.group();
-        return {member, key, line, line + a.group()};
-    }
-};
-
-// Softmax state of some lines over some keys: running maximum, sum of exponentials, sum of values. sum 0: no key yet.
-struct Partial {
-    float *maximum, *sum, *values;
-
-    static size_t size(const Attention& a, int count) { return count * (2 + size_t(a.padded_dim())); }
-    Partial(float* memory, int count) : maximum(memory), sum(memory + count), values(memory + 2 * count) {}
-
-    void clear(const Attention& a, int count) {
-        std::fill_n(maximum, count, -INF);
-        std::fill_n(sum, count, 0.0f);
-        std::fill_n(values, size_t(count) * a.padded_dim(), 0.0f);
-    }
-};
-
 // The keys [begin, end) of a tile that a line attends to, relative to the tile.
 struct Range {
     int begin, end;
-};
-
-// Neighbouring keys of one block that belong to a tile: `count` from the tile's `first` on. Element d of a key lies d
-// rows of the block behind its first one; the values follow one another.
-struct Part {
-    const char *keys, *values;
-    int first, count;
-};
-
-// Addresses of a tile's keys and values, those in [begin, end).
-struct Tile {
-    Part parts[TILE];
-    int n_parts, begin, end;
-};
-
-// Fetches a tile's memory, a few cache lines at each `advance`, between the arithmetic on the tile before, so that
-// neither waits for the other.
-class Prefetch {
-    static constexpr int LINE = 64, UNIT = 256;
-    const Part *part, *last;
-    const char* at = nullptr;
-    int row = 0, rows, key_stride, item, left = 0;  // bytes of the row that are left
-    int pace, credit = 0;                           // lines, in UNITs: of an advance; that are due
-
-    void next_row() {
-        bool is_key = row < rows;
-        at = is_key ? part->keys + size_t(row) * key_stride : part->values;
-        left = part->count * item * (is_key ? 1 : rows);
-        if (row++ < rows) return;
-        row = 0;
-        ++part;
-    }
-
-public:
-    // `item` bytes an element, `dim` elements a key, whose neighbours are `block_size` elements apart; in `steps`
-    // advances.
-    Prefetch(const Tile* tile, int dim, int block_size, int item, int steps)
-        : part(tile ? tile->parts : nullptr),
-          last(tile ? tile->parts + tile->n_parts : nullptr),
-          rows(dim),
-          key_stride(block_size * item),
-          item(item),
-          pace(tile ? (tile->end - tile->begin) * dim * item * 2 / LINE * UNIT / steps + 1 : 0) {}
-
-    void advance() {
-        for (credit += pace; credit >= UNIT; credit -= UNIT) {
-            if (left <= 0) {
-                if (part == last) {
-                    pace = credit = 0;
-                    return;
-                }
-                next_row();
-            }
-            __builtin_prefetch(at);
-            at += LINE;
-            left -= LINE;
-        }
-    }
-};
-
-// Where a prefetch advances: in the inner loops of few lines, which wait for memory, after every few keys or elements
-// (a head_dim is a multiple of 8)...
-struct InnerAhead {
-    static constexpr int EVERY = 4;
-    Prefetch& prefetch;
-    void inner() { prefetch.advance(); }
-    void outer() {}
-};
-// ... or before each of many blocks of lines, whose inner loops are the faster for having nothing else to do.
-struct OuterAhead {
-    static constexpr int EVERY = 1;
-    Prefetch& prefetch;
-    void inner() {}
-    void outer() { prefetch.advance(); }
-};
-
-// A tile's keys and values as K and V, where they lie or in working memory: `keys` are vectors of W neighbours, whose
-// element d lies d * `key_stride` behind the first.
-template <class K, class V>
-struct Operands {
-    const K* keys[TILE / W];
-    const V* values[TILE];
-    int key_stride;
 };
 
 // One thread's working memory; `ranges` belong to the current tile.
@@ -212,88 +43,17 @@ struct Scratch {
     Range ranges[LINES];
 
     static size_t size(const Attention& a) {
-        return size_t(LINES) * round_up(a.head_dim, 16) + size_t(TILE) * (a.head_dim + a.padded_dim() + LINES) +
+        return size_t(LINES) * a.head_dim + size_t(TILE) * (a.head_dim + a.padded_dim() + LINES) +
                2 * Partial::size(a, LINES);
     }
     Scratch(const Attention& a, float* memory)
         : queries(memory),
-          keys(queries + LINES * round_up(a.head_dim, 16)),
+          keys(queries + LINES * a.head_dim),
           values(keys + TILE * a.head_dim),
           scores(values + TILE * a.padded_dim()),
           split(scores + LINES * TILE, LINES),
           total(split.values + LINES * a.padded_dim(), LINES) {}
 };
-
-template <class C>
-struct Cache {
-    const C *keys, *values;
-};
-
-template <class C>
-void locate(const Attention& a, Cache<C> cache, const Lines& lines, const Visit& visit, Tile& out) {
-    out.begin = std::max(lines.key_begin - visit.first_key, 0);
-    out.end = std::min(lines.end_of(a, visit) - visit.first_key, TILE);
-    out.n_parts = 0;
-    const int32_t* table = a.block_table + int64_t(visit.row) * a.table_width;
-    for (int key = out.begin; key < out.end;) {
-        int block = (visit.first_key + key) / a.block_size, offset = (visit.first_key + key) % a.block_size;
-        int count = std::min(a.block_size - offset, out.end - key);
-        int64_t head = (int64_t(table[block]) * a.kv_heads + lines.kv_head) * a.page;
-        out.parts[out.n_parts++] = {reinterpret_cast<const char*>(cache.keys + head + offset),
-                                    reinterpret_cast<const char*>(cache.values + head + offset * a.head_dim), key, count};
-        key += count;
-    }
-}
-
-// Keys where they lie: a block holds whole vectors. What a vector holds beside the tile's keys is in no line's range.
-template <class C, class V>
-void use_keys(const Attention& a, const Tile& tile, Operands<C, V>& out) {
-    out.key_stride = a.block_size;
-    for (int i = 0; i < tile.n_parts; ++i) {
-        const Part& part = tile.parts[i];
-        const C* first = reinterpret_cast<const C*>(part.keys) - part.first % W;
-        for (int v = part.first / W; v * W < part.first + part.count; ++v, first += W) out.keys[v] = first;
-    }
-    for (int v = 0; v < TILE / W; ++v)
-        if ((v + 1) * W <= tile.begin || v * W >= tile.end) out.keys[v] = out.keys[tile.begin / W];
-}
-
-template <class C, class V>
-void copy_keys(const Attention& a, const Tile& tile, float* keys, Operands<float, V>& out) {
-    out.key_stride = TILE;
-    for (int v = 0; v < TILE / W; ++v) out.keys[v] = keys + v * W;
-    for (int i = 0; i < tile.n_parts; ++i) {
-        const Part& part = tile.parts[i];
-        for (int d = 0; d < a.head_dim; ++d) {
-            const C* from = reinterpret_cast<const C*>(part.keys) + size_t(d) * a.block_size;
-            for_each_vec(part.count, [&, to = keys + size_t(d) * TILE + part.first](int j, auto get, auto put) {
-                put(to + j, get(from + j));
-            });
-        }
-    }
-}
-
-template <class K, class V>
-void use_values(const Attention& a, const Tile& tile, Operands<K, V>& out) {
-    for (int i = 0; i < tile.n_parts; ++i) {
-        const V* from = reinterpret_cast<const V*>(tile.parts[i].values);
-        for (int j = 0; j < tile.parts[i].count; ++j) out.values[tile.parts[i].first + j] = from + size_t(j) * a.head_dim;
-    }
-}
-
-template <class C, class K>
-void copy_values(const Attention& a, const Tile& tile, float* values, Operands<K, float>& out) {
-    for (int i = 0; i < tile.n_parts; ++i) {
-        const C* from = reinterpret_cast<const C*>(tile.parts[i].values);
-        for (int j = 0; j < tile.parts[i].count; ++j, from += a.head_dim) {
-            float* to = values + size_t(tile.parts[i].first + j) * a.padded_dim();
-            out.values[tile.parts[i].first + j] = to;
-            int d = 0;
-            for (; d + W <= a.head_dim; d += W) store(to + d, load(from + d));
-            if (d < a.head_dim) store(to + d, load_some(from + d, a.head_dim - d));
-        }
-    }
-}
 
 // scores[r][key] = query r . key, for R lines and the vectors of keys [begin, end) of a tile.
 template <int R, class K, class Ahead>
@@ -548,103 +308,6 @@ void store_result(const Attention& a, const Lines& lines, const Partial& state, 
                                      int d, auto get, auto put) { put(to + d, get(from + d) / state.sum[i]); });
 }
 
-// What one thread does at a time: all splits of some lines, or a single one of them that is kept in `partial`.
-struct Work {
-    const Lines* lines;
-    int split_begin, split_end;
-    float* partial;
-    int64_t cost;
-};
-
-struct Plan {
-    std::vector<Lines> lines;
-    std::vector<Work> work;     // dearest first
-    std::vector<Work> divided;  // lines whose splits are separate works, with the partial of the first split
-    Floats partials;
-};
-
-// Keys, a multiple of TILE, that two rows have in the same blocks.
-int shared_keys(const Attention& a, int one, int other) {
-    const int32_t* x = a.block_table + int64_t(one) * a.table_width;
-    const int32_t* y = a.block_table + int64_t(other) * a.table_width;
-    int blocks = std::min(a.kv_len[one], a.kv_len[other]) / a.block_size, same = 0;
-    while (same < blocks && x[same] == y[same]) ++same;
-    return same * a.block_size / TILE * TILE;
-}
-
-// How many rows from `row` on are worked together, and the keys that they share.
-struct Family {
-    int rows, shared;
-};
-
-// A row joins while it saves more keys than the others then have to fetch for themselves.
-Family family(const Attention& a, int row) {
-    auto single = [&](int r) { return r < a.rows && a.cu_q[r + 1] - a.cu_q[r] == 1; };
-    Family found{1, 0};
-    if (a.window || !single(row)) return found;
-    for (int next = row + 1; single(next) && (found.rows + 1) * a.group() <= LINES; ++next, ++found.rows) {
-        int shared = shared_keys(a, row, next), lost = found.rows == 1 ? 0 : found.shared - shared;
-        if (shared == 0 || shared <= lost * (found.rows - 1)) break;
-        found.shared = found.rows == 1 ? shared : std::min(found.shared, shared);
-    }
-    return found;
-}
-
-std::vector<Lines> all_lines(const Attention& a) {
-    std::vector<Lines> result;
-    for (int row = 0, rows; row < a.rows; row += rows) {
-        Family found = family(a, row);
-        rows = found.rows;
-        int all = (a.cu_q[row + rows] - a.cu_q[row]) * a.group();
-        for (int head = 0; head < a.kv_heads; ++head)
-            for (int first = 0; first < all; first += LINES) {
-                Lines lines{row, rows, head, first, std::min(LINES, all - first), 0, 0, found.shared};
-                lines.key_begin = a.first_key(lines.position(a, 0));
-                for (int i = 0; i < lines.count; ++i)
-                    lines.key_end = std::max(lines.key_end, lines.position(a, i) + 1);
-                result.push_back(lines);
-            }
-    }
-    return result;
-}
-
-// What some lines take, in units of one line meeting one key.
-int64_t cost(const Attention& a, const Lines& lines) {
-    constexpr int FETCH = 4;  // units that a key costs before any line meets it
-    if (lines.rows == 1) return int64_t(lines.key_end - lines.key_begin) * (lines.count + FETCH);
-    int64_t total = int64_t(lines.shared) * (lines.count + FETCH);
-    for (int row = lines.row; row < lines.row + lines.rows; ++row)
-        total += int64_t(a.kv_len[row] - lines.shared) * (a.group() + FETCH);
-    return total;
-}
-
-// Lines that would keep one thread busy while the others have nothing left are worked split by split.
-Plan make_plan(const Attention& a) {
-    Plan plan;
-    plan.lines = all_lines(a);
-    int64_t total = 0;
-    for (const Lines& lines : plan.lines) {
-        plan.work.push_back({&lines, lines.split_begin(), lines.split_end(), nullptr, cost(a, lines)});
-        total += plan.work.back().cost;
-    }
-    auto whole = std::partition(plan.work.begin(), plan.work.end(), [&](const Work& w) {
-        return a.threads == 1 || w.cost <= total / (2 * a.threads) || w.split_end - w.split_begin == 1;
-    });
-    plan.divided.assign(whole, plan.work.end());
-    plan.work.erase(whole, plan.work.end());
-    size_t floats = 0;
-    for (const Work& w : plan.divided) floats += (w.split_end - w.split_begin) * Partial::size(a, w.lines->count);
-    plan.partials = make_floats(floats);
-    float* next = plan.partials.get();
-    for (Work& w : plan.divided) {
-        w.partial = next;
-        for (int i = w.split_begin; i < w.split_end; ++i, next += Partial::size(a, w.lines->count))
-            plan.work.push_back({w.lines, i, i + 1, next, w.cost / (w.split_end - w.split_begin)});
-    }
-    std::stable_sort(plan.work.begin(), plan.work.end(), [](const Work& x, const Work& y) { return x.cost > y.cost; });
-    return plan;
-}
-
 template <class Q, class C>
 void do_work(const Attention& a, const Work& work, const Work* next, const Q* q, Cache<C> cache, Q* out, Scratch& s) {
     const Lines& lines = *work.lines;
@@ -679,9 +342,9 @@ void attention(const Attention& a, const Q* q, Cache<C> cache, Q* out) {
 #pragma omp parallel num_threads(a.threads) if (n > 1)
     {
         Scratch scratch(a, memory + omp_get_thread_num() * Scratch::size(a));
-        // A thread claims its next work before it does the current one, whose end fetches the beginning of the next.
-        for (size_t current = unclaimed++, next; current < n; current = next) {
-            next = unclaimed++;
+        // A thread knows its next work before it does the current one, whose end fetches the beginning of the next.
+        for (size_t current = omp_get_thread_num(), next; current < n; current = next) {
+            next = omp_get_num_threads() + unclaimed++;
             do_work(a, plan.work[current], next < n ? &plan.work[next] : nullptr, q, cache, out, scratch);
         }
 #pragma omp barrier

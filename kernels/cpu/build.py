@@ -1,4 +1,4 @@
-"""Compiles ``kernels.cpp`` on first use with the system's own C++ compiler and keeps the library in batchrun's cache.
+"""Compiles the kernels on first use with the system's own C++ compiler and keeps the library in batchrun's cache.
 
 The cached file is named by a hash of everything its machine code depends on (source, flags, compiler, processor), so a
 home directory that is shared between unlike machines holds one library for each, and a new release builds its own.
@@ -15,20 +15,21 @@ import shutil
 import subprocess
 import tempfile
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch  # noqa: F401  # maps the OpenMP runtime that the library must share, so it comes before the library
 
 from ..machine import cache_dir, describe_cpu
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
-HEADERS = sorted(SOURCE.parent.glob("*.h"))
+SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
+HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 
 # No -ffast-math: sums keep their order, NaN and infinity their meaning. Contraction is off because the compiler would
 # choose case by case which multiply-adds to fuse; the kernels fuse explicitly. The two last flags drop only errno and
 # floating-point exception flags, which change no value.
 FLAGS = (
-    *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"),
+    *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC"),
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 )
 COMPILE_SECONDS = 300
@@ -67,7 +68,7 @@ def build() -> Path:
 
 def sources() -> bytes:
     """All source text, which decides what the kernels compute."""
-    return b"\0".join(path.read_bytes() for path in (SOURCE, *HEADERS))
+    return b"\0".join(path.read_bytes() for path in (*SOURCES, *HEADERS))
 
 
 def find_compiler() -> list[str]:
@@ -81,11 +82,14 @@ def find_compiler() -> list[str]:
 
 
 def _compile(command: list[str], target: Path) -> None:
-    """Compile into a file of its own and move it into place, so that no process ever sees half a library."""
+    """Compile all sources at once, link, and move the library into place, so that no process ever sees half of it."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch, ThreadPoolExecutor() as pool:
+        objects = [str(Path(scratch) / f"{source.stem}.o") for source in SOURCES]
+        compile_one = [*command, *FLAGS, "-c", "-o"]
+        list(pool.map(_run, ([*compile_one, out, str(source)] for out, source in zip(objects, SOURCES, strict=True))))
         output = Path(scratch) / target.name
-        _run([*command, *FLAGS, str(SOURCE), "-o", str(output)])
+        _run([*command, *FLAGS, "-shared", "-o", str(output), *objects])
         output.replace(target)
 
 

@@ -1,4 +1,17 @@
-// What every kernel's call needs: how it refuses, its scratch memory, its element types.
+// What every kernel promises, and what every call needs: how it refuses, its scratch memory, its element types.
+//
+// The contract that shapes all of them: the bits of one token's result depend on that token's own inputs and position
+// alone, never on its neighbours in the batch, on how its request was cut into chunks, on where its blocks lie or on
+// the number of threads. So every sum has one fixed order: a dot product runs over its dimension in ascending order,
+// keys are visited in ascending order in tiles and splits that are aligned to position 0, and register blocking
+// only decides how many such independent chains run side by side. Fused multiply-adds are explicit and the build turns
+// contraction off (-ffp-contract=off), so that no two instances of a template can round differently.
+//
+// Arithmetic is fp32 throughout, but for the exact integers of linear_int8.h; bf16 is a storage format, rounded once on
+// the way out.
+//
+// Each .cpp is a plain C interface. Layouts and shapes of its tensors were checked; what only their contents tell is
+// checked here.
 #pragma once
 
 #include <cstdarg>
@@ -33,7 +46,7 @@ using Floats = std::unique_ptr<float[], AlignedFree>;
 Floats make_floats(size_t n) { return Floats(static_cast<float*>(::operator new[](n * 4, std::align_val_t(64)))); }
 
 // n floats of the calling thread's own, uninitialised and kept for the next call.
-float* scratch_floats(size_t n) {
+inline float* scratch_floats(size_t n) {
     static thread_local Floats memory;
     static thread_local size_t size = 0;
     if (size < n) {

@@ -9,9 +9,8 @@
 //
 // k's go in pairs, which one instruction multiplies as int16 and adds, so that activations of 8 bits would be no
 // faster: they would only be wrong by more, for the largest of a row is often far above the others. Panels hold int8:
-// [n / COLUMNS, pairs, COLUMNS, 2], an odd k padded with zero. They are widened on their way into registers; widening
-// blocks of them for many rows, as linear.h does, or all of them when they are packed, measured slower: it moves twice
-// the bytes.
+// [n / COLUMNS, pairs, COLUMNS, 2], an odd k padded with zero. They are widened on their way into registers, for what is
+// widened before, in blocks or when it is packed, moves twice the bytes.
 #pragma once
 
 #include <algorithm>

@@ -1,0 +1,53 @@
+// The C interface of elementwise.h.
+
+#include <type_traits>
+
+#include "elementwise.h"
+
+extern "C" {
+
+const char* batchrun_rms_norm(const void* x, void* residual, const void* weight, void* out, int64_t rows, int n,
+                              float eps, bool is_bf16, int threads) {
+    with_type(is_bf16, [&](auto* type) {
+        using T = std::remove_pointer_t<decltype(type)>;
+        rms_norm(static_cast<const T*>(x), static_cast<T*>(residual), static_cast<const T*>(weight), eps,
+                 static_cast<T*>(out), rows, n, threads);
+    });
+    return nullptr;
+}
+
+const char* batchrun_argmax(const float* x, int64_t* out, int64_t rows, int n, int threads) {
+    argmax_rows(x, out, rows, n, threads);
+    return nullptr;
+}
+
+const char* batchrun_silu_mul(const void* gate_up, void* out, int64_t rows, int n, bool is_bf16, int threads) {
+    with_type(is_bf16, [&](auto* type) {
+        using T = std::remove_pointer_t<decltype(type)>;
+        silu_mul(static_cast<const T*>(gate_up), static_cast<T*>(out), rows, n, threads);
+    });
+    return nullptr;
+}
+
+const char* batchrun_rope_kv_write(const void* qkv, const float* cos_sin, const void* positions, bool wide_positions,
+                                   const void* slots, bool wide_slots, void* k_cache, void* v_cache, const void* q_norm,
+                                   const void* k_norm, void* q, int64_t tokens, int64_t max_position, int64_t n_blocks,
+                                   int64_t page, int q_heads, int kv_heads, int head_dim, int block_size, float eps,
+                                   bool is_bf16, bool cache_is_bf16, int threads) {
+    Rope shape{tokens,   max_position, n_blocks * block_size, page, q_heads, kv_heads,
+               head_dim, block_size,   threads,               eps};
+    Indices at{positions, wide_positions}, to{slots, wide_slots};
+    if (const char* error = check_rope(at, to, shape)) return error;
+    with_type(is_bf16, [&](auto* type) {
+        using T = std::remove_pointer_t<decltype(type)>;
+        with_type(cache_is_bf16, [&](auto* cache_type) {
+            using C = std::remove_pointer_t<decltype(cache_type)>;
+            rope_kv_write(static_cast<const T*>(qkv), cos_sin, at, to, static_cast<C*>(k_cache),
+                          static_cast<C*>(v_cache), static_cast<const T*>(q_norm), static_cast<const T*>(k_norm),
+                          static_cast<T*>(q), shape);
+        });
+    });
+    return nullptr;
+}
+
+}  // extern "C"
