@@ -77,7 +77,7 @@ class Executor:
         logits = self.model.logits(hidden[batch.logit_rows.to(self.device)])
         top = [row.params.logprobs for row in batch.samples]
         raw = logits.clone() if any(count is not None for count in top) else logits
-        chosen = sample(logits, batch.samples, self.tokens, self.model.ops.argmax)
+        chosen = sample(logits, batch.samples, self.tokens, self.model.ops)
         slots = torch.tensor([row.slot for row in batch.samples], device=self.device)
         self.tokens[slots, torch.tensor([row.position for row in batch.samples], device=self.device)] = chosen.clamp(
             min=0

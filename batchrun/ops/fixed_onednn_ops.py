@@ -1,9 +1,9 @@
 """As `onednn_ops`, with the `linear` in which a row's bits depend on that row alone."""
 
-from batchrun.kernels.cpu import add_rms_norm, argmax, attention, rms_norm, rope_kv_write, silu_mul
+from batchrun.kernels.cpu import add_rms_norm, argmax, attention, draw, rms_norm, rope_kv_write, silu_mul
 from batchrun.ops import dense_fixed, int8_native
 from batchrun.ops.by_weight import by_weight
 
-__all__ = ["add_rms_norm", "argmax", "attention", "linear", "pack", "rms_norm", "rope_kv_write", "silu_mul"]
+__all__ = ["add_rms_norm", "argmax", "attention", "draw", "linear", "pack", "rms_norm", "rope_kv_write", "silu_mul"]
 
 pack, linear = by_weight(dense=dense_fixed, int8=int8_native)

@@ -15,9 +15,9 @@ from batchrun.ops import dense_fixed, int8_torch, torch_ops
 from batchrun.ops.attention_batch import AttentionBatch
 from batchrun.ops.by_weight import by_weight
 from batchrun.ops.tiles import tiled
-from batchrun.ops.torch_ops import add_rms_norm, argmax, rms_norm, rope_kv_write
+from batchrun.ops.torch_ops import add_rms_norm, argmax, draw, rms_norm, rope_kv_write
 
-__all__ = ["add_rms_norm", "argmax", "attention", "linear", "pack", "rms_norm", "rope_kv_write", "silu_mul"]
+__all__ = ["add_rms_norm", "argmax", "attention", "draw", "linear", "pack", "rms_norm", "rope_kv_write", "silu_mul"]
 
 _ITEMS = 16  # query tiles of one attention call
 _QUERIES = 4  # consecutive queries of one sequence in a tile

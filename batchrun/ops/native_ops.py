@@ -1,9 +1,9 @@
 """The operations on a CPU with native kernels: each row's bits are its own."""
 
-from batchrun.kernels.cpu import add_rms_norm, argmax, attention, rms_norm, rope_kv_write, silu_mul
+from batchrun.kernels.cpu import add_rms_norm, argmax, attention, draw, rms_norm, rope_kv_write, silu_mul
 from batchrun.ops import dense_native, int8_native
 from batchrun.ops.by_weight import by_weight
 
-__all__ = ["add_rms_norm", "argmax", "attention", "linear", "pack", "rms_norm", "rope_kv_write", "silu_mul"]
+__all__ = ["add_rms_norm", "argmax", "attention", "draw", "linear", "pack", "rms_norm", "rope_kv_write", "silu_mul"]
 
 pack, linear = by_weight(dense=dense_native, int8=int8_native)

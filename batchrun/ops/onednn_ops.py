@@ -3,10 +3,10 @@
 The rows of those may differ with M.
 """
 
-from batchrun.kernels.cpu import add_rms_norm, argmax, attention, rms_norm, rope_kv_write, silu_mul
+from batchrun.kernels.cpu import add_rms_norm, argmax, attention, draw, rms_norm, rope_kv_write, silu_mul
 from batchrun.ops import dense_torch, int8_native
 from batchrun.ops.by_weight import by_weight
 
-__all__ = ["add_rms_norm", "argmax", "attention", "linear", "pack", "rms_norm", "rope_kv_write", "silu_mul"]
+__all__ = ["add_rms_norm", "argmax", "attention", "draw", "linear", "pack", "rms_norm", "rope_kv_write", "silu_mul"]
 
 pack, linear = by_weight(dense=dense_torch, int8=int8_native)

@@ -13,6 +13,9 @@ from torch.nn import functional
 from batchrun.ops import dense_torch, int8_torch
 from batchrun.ops.attention_batch import AttentionBatch
 from batchrun.ops.by_weight import by_weight
+from batchrun.ops.draw import draw
+
+__all__ = ["add_rms_norm", "argmax", "attention", "draw", "linear", "pack", "rms_norm", "rope_kv_write", "silu_mul"]
 
 _GATHER_BYTES = 64 << 20  # KV gathered at once for decode rows
 

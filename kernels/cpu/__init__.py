@@ -31,6 +31,7 @@ __all__ = [
     "argmax",
     "attention",
     "available",
+    "draw",
     "linear",
     "linear_int8",
     "rms_norm",
@@ -51,6 +52,7 @@ _SIGNATURES = {
     "batchrun_linear": [c_void_p] * 4 + [c_int64, c_int, c_int, c_bool, c_bool, c_int],
     "batchrun_linear_int8": [c_void_p] * 5 + [c_int64, c_int, c_int, c_bool, c_bool, c_int],
     "batchrun_argmax": [c_void_p] * 2 + [c_int64, c_int, c_int],
+    "batchrun_draw": [c_void_p] * 8 + [c_int64, c_int, c_int],
     "batchrun_silu_mul": [c_void_p] * 2 + [c_int64, c_int, c_bool, c_int],
     "batchrun_rope_kv_write": [c_void_p] * 3
     + [c_bool, c_void_p, c_bool]
@@ -247,6 +249,36 @@ def argmax(logits: Tensor) -> Tensor:
     _require(logits.dim() == 2 and logits.shape[1] > 0, f"logits must be [N, V], not {tuple(logits.shape)}")
     out = torch.empty(len(logits), dtype=torch.int64)
     _call("batchrun_argmax", logits, out, *logits.shape)
+    return out
+
+
+def draw(
+    logits: Tensor,
+    *,
+    temperature: Tensor,
+    min_p: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    key: Tensor,
+    position: Tensor,
+) -> Tensor:
+    """Draw a token for each row of ``logits`` [R, V] float32 -> [R] int64; -1 where a row has NaN.
+
+    Args:
+        temperature, min_p, top_p: float32 [R]; ``min_p`` 0 and ``top_p`` 1 are off.
+        top_k: int64 [R]; 0 is off. Filters apply in the order ``min_p``, ``top_k``, ``top_p``.
+        key, position: int64 [R]: what the noise of a token is made from, by Philox4x32-10.
+    """
+    _like("logits", logits, logits.shape, torch.float32)
+    _require(logits.dim() == 2 and logits.shape[1] > 0, f"logits must be [R, V], not {tuple(logits.shape)}")
+    rows, vocabulary = logits.shape
+    for name, each in (("temperature", temperature), ("min_p", min_p), ("top_p", top_p)):
+        _like(name, each, (rows,), torch.float32)
+    for name, each in (("top_k", top_k), ("key", key), ("position", position)):
+        _like(name, each, (rows,), torch.int64)
+    out = torch.empty(rows, dtype=torch.int64)
+    limit = top_k.where(top_k > 0, vocabulary)
+    _call("batchrun_draw", logits, temperature, min_p.log(), top_p, limit, key, position, out, rows, vocabulary)
     return out
 
 

@@ -16,11 +16,6 @@ const char* batchrun_rms_norm(const void* x, void* residual, const void* weight,
     return nullptr;
 }
 
-const char* batchrun_argmax(const float* x, int64_t* out, int64_t rows, int n, int threads) {
-    argmax_rows(x, out, rows, n, threads);
-    return nullptr;
-}
-
 const char* batchrun_silu_mul(const void* gate_up, void* out, int64_t rows, int n, bool is_bf16, int threads) {
     with_type(is_bf16, [&](auto* type) {
         using T = std::remove_pointer_t<decltype(type)>;

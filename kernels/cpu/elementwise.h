@@ -1,4 +1,4 @@
-// Norms, activation, rotary embedding with KV write, the largest logit: each token by itself.
+// Norms, activation, rotary embedding with KV write: each token by itself.
 #pragma once
 
 #include <algorithm>
@@ -50,31 +50,6 @@ void silu_mul(const T* gate_up, T* out, int64_t rows, int n, int threads) {
             put(out + row * n + i, g / (1.0f + exp(-g)) * get(up + i));
         });
     }
-}
-
-// The first place of the largest of x[n]; -1 if one is NaN.
-inline int64_t argmax(const float* x, int n) {
-    vec best = splat(-INF);
-    ivec broken{};
-    int i = 0;
-    for (; i + W <= n; i += W) {
-        vec value = load(x + i);
-        best = max(value, best);
-        broken |= value != value;
-    }
-    float top = largest(best);
-    bool is_broken = false;
-    for (int lane = 0; lane < W; ++lane) is_broken |= broken[lane] != 0;
-    for (; i < n; ++i) {
-        top = std::max(top, x[i]);
-        is_broken |= std::isnan(x[i]);
-    }
-    return is_broken ? -1 : std::find(x, x + n, top) - x;
-}
-
-inline void argmax_rows(const float* x, int64_t* out, int64_t rows, int n, int threads) {
-#pragma omp parallel for num_threads(threads) if (rows > 1)
-    for (int64_t row = 0; row < rows; ++row) out[row] = argmax(x + row * n, n);
 }
 
 struct Rope {

@@ -146,6 +146,13 @@ inline ivec multiply_pairs(ivec a, ivec b, ivec c) {
 // Keeps `b` where either is NaN.
 inline vec max(vec a, vec b) { return a > b ? a : b; }
 
+inline bool any(ivec x) {
+    uint64_t words[W / 2], all = 0;
+    std::memcpy(words, &x, sizeof words);
+    for (uint64_t word : words) all |= word;
+    return all != 0;
+}
+
 // Halves the vector until one lane is left: the one order of every horizontal reduction.
 template <class Op>
 inline float reduce(vec x, Op op) {

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchrun.engine.noise import gumbel, philox
 from batchrun.engine.request import Request
 from batchrun.engine.scheduler import Scheduler
 from batchrun.kernels import cpu
 from batchrun.ops import backend, fixed_onednn_ops, fixed_ops, native_ops, torch_ops
 from batchrun.ops.attention_batch import AttentionBatch
+from batchrun.ops.noise import gumbel, philox
 from batchrun.sampling import SamplingParams
 from batchrun.weights.formats import Dense, Int8, Weight
 from tests.engine.driver import Driver, load_decoder, request

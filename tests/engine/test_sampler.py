@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from types import ModuleType
 
 import pytest
 import torch
@@ -12,16 +13,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batchrun.engine.batch import SampleRow
-from batchrun.engine.noise import MAX_GUMBEL, gumbel, uniform
 from batchrun.engine.request import noise_key
 from batchrun.engine.sampler import logprobs
 from batchrun.engine.sampler import sample as sample_with
-from batchrun.ops import torch_ops
+from batchrun.kernels import cpu
+from batchrun.ops import native_ops, torch_ops
+from batchrun.ops.noise import MAX_GUMBEL, gumbel, uniform
 from batchrun.sampling import SamplingParams
 
 VOCAB = 40
 
-sample = partial(sample_with, argmax=torch_ops.argmax)
+BACKENDS = [torch_ops, *([native_ops] if cpu.available() else [])]
+on_each_backend = pytest.mark.parametrize("ops", BACKENDS, ids=lambda ops: ops.__name__.rpartition(".")[2])
+
+sample = partial(sample_with, ops=torch_ops)
 
 
 def sample_row(params: SamplingParams, key: int = 0, position: int = 0, **changes: object) -> SampleRow:
@@ -29,9 +34,9 @@ def sample_row(params: SamplingParams, key: int = 0, position: int = 0, **change
     return SampleRow(params=params, **{**given, **changes})  # type: ignore[arg-type]
 
 
-def draw(logits: Tensor, params: SamplingParams, count: int) -> Tensor:
+def draw(logits: Tensor, params: SamplingParams, count: int, ops: ModuleType) -> Tensor:
     rows = [sample_row(params, key) for key in range(count)]
-    return sample(logits.repeat(count, 1), rows, torch.zeros(1, 1, dtype=torch.int64))
+    return sample(logits.repeat(count, 1), rows, torch.zeros(1, 1, dtype=torch.int64), ops=ops)
 
 
 def expected(logits: Tensor, params: SamplingParams) -> Tensor:
@@ -48,6 +53,7 @@ def expected(logits: Tensor, params: SamplingParams) -> Tensor:
     return result
 
 
+@on_each_backend
 @pytest.mark.parametrize(
     "params",
     [
@@ -60,11 +66,11 @@ def expected(logits: Tensor, params: SamplingParams) -> Tensor:
     ],
     ids=lambda params: str(params.model_dump(exclude_defaults=True)),
 )
-def test_draws_follow_the_distribution(params: SamplingParams) -> None:
+def test_draws_follow_the_distribution(params: SamplingParams, ops: ModuleType) -> None:
     torch.manual_seed(1)
     logits = torch.randn(VOCAB) * 2
     count = 20_000
-    observed = torch.bincount(draw(logits, params, count), minlength=VOCAB).double()
+    observed = torch.bincount(draw(logits, params, count, ops), minlength=VOCAB).double()
     wanted = expected(logits, params) * count
     assert observed[wanted == 0].sum() == 0
     kept = wanted > 5
@@ -73,19 +79,55 @@ def test_draws_follow_the_distribution(params: SamplingParams) -> None:
     assert chi_square < freedom + 5 * math.sqrt(2 * freedom)
 
 
+@on_each_backend
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([(0.8, 0.95, 0), (1.0, 1.0, 0), (1.4, 1.0, 50), (0.7, 0.5, 0)]))
-def test_only_what_can_win_is_drawn_for_and_the_winner_is_the_same(seed: int, shape: tuple[float, float, int]) -> None:
+def test_only_what_can_win_is_drawn_for_and_the_winner_is_the_same(
+    ops: ModuleType, seed: int, shape: tuple[float, float, int]
+) -> None:
     """A vocabulary larger than the head: the same token as from noise for every token of the filtered distribution."""
     temperature, top_p, top_k = shape
     torch.manual_seed(seed)
     logits = torch.randn(3000) * 3
     params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k)
     row = sample_row(params, seed)
-    (token,) = sample(logits[None].clone(), [row], torch.zeros(1, 1, dtype=torch.int64)).tolist()
+    (token,) = sample(logits[None].clone(), [row], torch.zeros(1, 1, dtype=torch.int64), ops=ops).tolist()
     noise = gumbel(torch.tensor(_signed(row.noise_key)), torch.tensor(0), torch.arange(3000))
     scores = (logits / temperature).masked_fill(expected(logits, params) == 0, -math.inf) + noise
     assert token == int(scores.argmax())
+
+
+@pytest.mark.skipif(not cpu.available(), reason="no C++ compiler")
+@pytest.mark.parametrize("size", [1, 7, 1000, 49_152])
+def test_the_kernel_draws_what_torch_draws(size: int) -> None:
+    torch.manual_seed(size)
+    kinds = [
+        {},
+        {"temperature": 0.8, "top_p": 0.95},
+        {"temperature": 1.7, "top_p": 0.999},
+        {"top_k": 1},
+        {"top_k": 900, "top_p": 0.9},
+        {"min_p": 0.05, "temperature": 0.6},
+        {"temperature": 5.0},
+        {"temperature": 0.001},
+    ]
+    rows = [sample_row(SamplingParams(**kinds[index % 8]), index, index) for index in range(48)]
+    logits = torch.randn(48, size) * torch.tensor([0.1, 1.0, 5.0])[torch.arange(48) // 16, None]
+    logits[::5, size // 2 :: 3] = -math.inf
+    logits[::7] = logits[::7].round()  # equal ones
+    logits[:, 0] = logits[:, 0].clamp(min=-3)
+    drawn = [sample(logits.clone(), rows, torch.zeros(1, 1, dtype=torch.int64), ops=ops) for ops in BACKENDS]
+    assert torch.equal(*drawn)
+
+
+@pytest.mark.skipif(not cpu.available(), reason="no C++ compiler")
+def test_the_kernel_refuses_what_does_not_fit() -> None:
+    some = {name: torch.ones(2) for name in ("temperature", "min_p", "top_p")}
+    some |= {name: torch.ones(2).long() for name in ("top_k", "key", "position")}
+    for name, each in some.items():
+        with pytest.raises(ValueError, match=name):
+            cpu.draw(torch.zeros(2, 9), **some | {name: each[:1]})
+    assert cpu.draw(torch.full((2, 9), math.nan), **some).tolist() == [-1, -1]
 
 
 def test_noise_is_bounded_and_uniform() -> None:
@@ -98,22 +140,24 @@ def test_noise_is_bounded_and_uniform() -> None:
     assert len(values.unique()) > 99_000
 
 
-def test_a_row_draws_the_same_beside_any_neighbours() -> None:
+@on_each_backend
+def test_a_row_draws_the_same_beside_any_neighbours(ops: ModuleType) -> None:
     torch.manual_seed(2)
     logits = torch.randn(9, 500)
     kinds = [SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_p=0.5), SamplingParams(top_k=3)]
     rows = [sample_row(kinds[index % 4], index) for index in range(9)]
     buffer = torch.zeros(1, 1, dtype=torch.int64)
-    together = sample(logits.clone(), rows, buffer).tolist()
-    alone = [sample(logits[index : index + 1].clone(), [rows[index]], buffer).item() for index in range(9)]
+    together = sample(logits.clone(), rows, buffer, ops=ops).tolist()
+    alone = [sample(logits[index : index + 1].clone(), [rows[index]], buffer, ops=ops).item() for index in range(9)]
     assert together == alone
 
 
-def test_noise_depends_on_key_and_position() -> None:
+@on_each_backend
+def test_noise_depends_on_key_and_position(ops: ModuleType) -> None:
     logits = torch.zeros(1, 500)
     buffer = torch.zeros(1, 8, dtype=torch.int64)
     drawn = {
-        (key, position): sample(logits.clone(), [sample_row(SamplingParams(), key, position)], buffer).item()
+        (key, position): sample(logits.clone(), [sample_row(SamplingParams(), key, position)], buffer, ops=ops).item()
         for key in range(4)
         for position in range(4)
     }
@@ -127,7 +171,8 @@ def test_tiny_temperatures_are_greedy() -> None:
         assert sample(logits.clone(), [row], torch.zeros(1, 1, dtype=torch.int64)).item() == 2
 
 
-def test_filters_do_not_depend_on_threads() -> None:
+@on_each_backend
+def test_filters_do_not_depend_on_threads(ops: ModuleType) -> None:
     torch.manual_seed(4)
     logits = torch.randn(8, 50_003) * 4
     rows = [sample_row(SamplingParams(top_p=0.9, top_k=0 if key % 2 else 3000), key) for key in range(8)]
@@ -135,7 +180,7 @@ def test_filters_do_not_depend_on_threads() -> None:
     threads = torch.get_num_threads()
     for count in (1, 2, 3):
         torch.set_num_threads(count)
-        drawn.append(sample(logits.clone(), rows, torch.zeros(1, 1, dtype=torch.int64)).tolist())
+        drawn.append(sample(logits.clone(), rows, torch.zeros(1, 1, dtype=torch.int64), ops=ops).tolist())
     torch.set_num_threads(threads)
     assert drawn[0] == drawn[1] == drawn[2]
 
