@@ -56,10 +56,12 @@ inline uint32_t philox(uint64_t key, uint32_t position, uint32_t word) {
     return c0;
 }
 
-inline float gumbel(uint64_t key, int64_t position, int token) {
-    double uniform = ((philox(key, uint32_t(position), uint32_t(token)) >> 8) + 0.5) * 0x1p-24;
-    return float(-std::log(-std::log(uniform)));
+// In (0, 1), on a grid of 2^-24.
+inline double uniform(uint64_t key, int64_t position, int64_t token) {
+    return ((philox(key, uint32_t(position), uint32_t(token)) >> 8) + 0.5) * 0x1p-24;
 }
+
+inline float gumbel(double uniform) { return float(-std::log(-std::log(uniform))); }
 
 // Hands out the values of x[n] from the largest on, whose place is unknown to it; `heap` is room for n.
 class Descending {
@@ -140,9 +142,12 @@ inline int64_t draw(const float* logits, int n, const Draw& d, int64_t row, floa
     int64_t best = argmax(x, n);
     if (best < 0) return best;
     float largest = x[best], cut = cutoff(x, n, largest, d, row, heap);
-    float score = largest + gumbel(d.key[row], d.position[row], int(best));
+    float score = largest + gumbel(uniform(d.key[row], d.position[row], best));
     auto consider = [&](int token) {
-        float other = x[token] + gumbel(d.key[row], d.position[row], token);
+        double u = uniform(d.key[row], d.position[row], token);
+        // To win, -log(u) must not exceed e^(x - score), and it always exceeds 1 - u.
+        if (1 - u > 1.001 * exp(x[token] - score)) return;
+        float other = x[token] + gumbel(u);
         if (other < score || (other == score && token > best)) return;
         score = other;
         best = token;
