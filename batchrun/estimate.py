@@ -26,7 +26,6 @@ _ATTENTION_SHARE = 0.5  # of the rate of linear layers, as was seen
 class Work:
     """What rows ask of the engine. Tokens are of all rows that the prepared ones stand for."""
 
-    rows: int
     prompt: int
     computed: int  # of the prompts: what the prefix cache does not give
     output: int
@@ -69,7 +68,6 @@ def work_of(checked: Preflight, rows: Sequence[PreparedRow], scale: float, limit
     computed, generated = round((total - hits) * scale), round(output * scale)
     decode_steps = max(math.ceil(generated / max(1, concurrent)), max(outputs, default=0))
     return Work(
-        rows=n_rows,
         prompt=round(total * scale),
         computed=computed,
         output=generated,

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from batchrun.errors import JobError
-from batchrun.kernels import cpu
 from batchrun.model_files import ModelFiles, resolve
 from batchrun.ops import native_ops, torch_ops
 from batchrun.weights.dequantize import dequantize
@@ -21,11 +20,11 @@ from batchrun.weights.formats import Dense, Int8, Weight
 from batchrun.weights.gguf import read_gguf, row_bytes
 from batchrun.weights.load import Loader, open_weights
 from tests import gguf_files
+from tests.marks import needs_kernels
 from tests.models import save_model
 
 QType = gguf.GGMLQuantizationType
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
-needs_compiler = pytest.mark.skipif(not cpu.available(), reason="no compiler for the native kernels")
 
 
 @pytest.fixture(scope="module", params=["llama", "mistral", "qwen2", "qwen3"])
@@ -162,7 +161,7 @@ def test_loader_quantizes_linear_layers_and_no_table(small: ModelFiles) -> None:
     assert torch.equal(weight.rows(ids), weight.dequantize()[ids])
 
 
-@pytest.mark.parametrize("ops", [torch_ops, pytest.param(native_ops, marks=needs_compiler)])
+@pytest.mark.parametrize("ops", [torch_ops, pytest.param(native_ops, marks=needs_kernels)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("quantize", [Dense, Int8.quantize])
 def test_a_packed_weight_stands_for_the_same_numbers(

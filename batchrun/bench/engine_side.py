@@ -48,13 +48,13 @@ class EngineSide:
         }
 
     def _engine_settings(self) -> dict[str, Any]:
-        scheduler = self.engine.scheduler
+        limits, pools = self.engine.limits, self.engine.scheduler.pools
         return {
             "operations": self.engine.executor.model.ops.__name__.rpartition(".")[2],
-            "max_num_seqs": scheduler.limits.max_num_seqs,
-            "max_num_batched_tokens": scheduler.limits.max_num_batched_tokens,
-            "kv_cache_tokens": min(pool.n_usable * pool.block_size for pool in scheduler.pools),
-            "enable_prefix_caching": scheduler.limits.enable_prefix_caching,
+            "max_num_seqs": limits.max_num_seqs,
+            "max_num_batched_tokens": limits.max_num_batched_tokens,
+            "kv_cache_tokens": min(pool.n_usable * pool.block_size for pool in pools),
+            "enable_prefix_caching": limits.enable_prefix_caching,
         }
 
     def run(self) -> Pass:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from batchrun.data.rows import TokenLogprob
 from batchrun.engine.batch import SampleRow
-from batchrun.engine.request import NO_TOKEN
 
 
 def sample(logits: Tensor, rows: Sequence[SampleRow], token_buffer: Tensor, ops: ModuleType) -> Tensor:
@@ -19,18 +18,18 @@ def sample(logits: Tensor, rows: Sequence[SampleRow], token_buffer: Tensor, ops:
 
     ``logits`` [S, V] float32 is modified in place. ``token_buffer`` [slots, length] int64 holds each request's tokens
     up to its row's position. ``ops`` is a module of `batchrun.ops`. Returns [S] int64 ids on the logits' device,
-    `NO_TOKEN` where logits are not numbers (which is how ``ops.argmax`` tells it).
+    `NO_TOKEN` where logits are not numbers (which is how ``ops.argmax`` and ``ops.draw`` tell it).
     """
     _penalize(logits, rows, token_buffer)
     _forbid_stopping(logits, rows)
-    best: Tensor = ops.argmax(logits)
     drawn = [index for index, row in enumerate(rows) if not row.params.greedy]
+    if len(drawn) == len(rows):
+        return _draw(logits, rows, ops)
+    chosen: Tensor = ops.argmax(logits)
     if drawn:
         at = torch.tensor(drawn, device=logits.device)
-        some = logits if len(drawn) == len(rows) else logits[at]
-        sound = best[at] != NO_TOKEN
-        best[at] = torch.where(sound, _draw(some, [rows[index] for index in drawn], ops), best[at])
-    return best
+        chosen[at] = _draw(logits[at], [rows[index] for index in drawn], ops)
+    return chosen
 
 
 def _penalize(logits: Tensor, rows: Sequence[SampleRow], token_buffer: Tensor) -> None:

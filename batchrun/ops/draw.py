@@ -28,11 +28,11 @@ def draw(
     key: Tensor,
     position: Tensor,
 ) -> Tensor:
-    """Draw a token for each row of ``logits`` [R, V] float32; returns [R] int64 ids.
+    """Draw a token for each row of ``logits`` [R, V] float32; returns [R] int64 ids, -1 where a row has NaN.
 
     ``temperature``, ``min_p`` (0: off) and ``top_p`` (1: off) are float32 [R]; ``top_k`` (0: off), ``key`` (the row's
     randomness, all 64 bits) and ``position`` (of the token, from the text's beginning) int64 [R]. Filters apply in the
-    order ``min_p``, ``top_k``, ``top_p``. Rows that hold NaN give any token.
+    order ``min_p``, ``top_k``, ``top_p``.
     """
     scaled = logits / temperature[:, None]
     values, ids = scaled.topk(min(_PROBE, scaled.shape[1]), dim=-1)
@@ -46,14 +46,9 @@ def draw(
     score = scaled[line, token] + gumbel(key[line], position[line], token)
     best = torch.full_like(floor, -math.inf).scatter_reduce_(0, line, score, "amax")
     wins = score == best[line]
-    return _smallest(line[wins], token[wins], len(scaled))
-
-
-def _smallest(line: Tensor, token: Tensor, n_lines: int) -> Tensor:
-    """The smallest token of each line [n_lines]; 0 where it has none."""
-    return torch.zeros(n_lines, dtype=token.dtype, device=token.device).scatter_reduce_(
-        0, line, token, "amin", include_self=False
-    )
+    # Of equal scores the smallest token wins.
+    winner = torch.zeros_like(position).scatter_reduce_(0, line[wins], token[wins], "amin", include_self=False)
+    return winner.masked_fill(logits.isnan().any(dim=-1), -1)
 
 
 def _cutoffs(scaled: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

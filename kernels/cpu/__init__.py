@@ -140,6 +140,7 @@ def takes(dtype: torch.dtype, head_dim: int) -> bool:
     return dtype in DTYPES and head_dim % 8 == 0 and 0 < head_dim <= MAX_HEAD_DIM
 
 
+@cache
 def version() -> str:
     """Names what the kernels compute: equal where results are equal to the bit, on one kind of processor."""
     return hashlib.blake2b(build.sources(), digest_size=6).hexdigest()

@@ -13,9 +13,9 @@ import torch
 
 from batchrun import Engine
 from batchrun.job import ModelSpec
-from batchrun.kernels import cpu
 from batchrun.model_files import resolve
 from tests.bench import agreement, decode_attention, scale
+from tests.marks import needs_kernels
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_float32_agrees_with_itself_and_with_transformers(tiny_model: Path) -> N
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.skipif(not cpu.available(), reason="no C++ compiler")
+@needs_kernels
 def test_attention_is_compared_with_reading_as_many_bytes() -> None:
     call, read = decode_attention.attention((2, 1, 64), torch.float32, 1 << 20)
     assert (1 << 20) * 0.8 < read < (1 << 20) * 1.6

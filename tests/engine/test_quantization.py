@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from batchrun import Engine, SamplingParams
 from batchrun.errors import JobError
-from batchrun.kernels import cpu
 from batchrun.ops import fixed_ops, int8_torch, native_ops, torch_ops
 from batchrun.weights.formats import QUANTIZERS, Dense, Int8, round_rows
 from tests.engine.driver import Driver, load_decoder, request
+from tests.marks import needs_kernels
 
 PROMPTS = [[(7 * index + place * place) % 256 for place in range(30)] for index in range(4)]
 READ = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
@@ -66,7 +66,7 @@ def test_a_quantized_model_is_transformers_with_rounded_linear_layers(tiny_model
     assert (found - wanted).abs().mean() < 0.1 * (plain - wanted).abs().mean()
 
 
-@pytest.mark.skipif(not cpu.available(), reason="no compiler for the native kernels")
+@needs_kernels
 @pytest.mark.parametrize("ops", [torch_ops, fixed_ops])
 def test_every_backend_answers_alike(tiny_model: Path, ops: ModuleType) -> None:
     answers = []

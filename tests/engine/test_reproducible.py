@@ -14,20 +14,19 @@ from torch import Tensor
 
 from batchrun.engine.request import Request
 from batchrun.engine.scheduler import Scheduler
-from batchrun.kernels import cpu
 from batchrun.ops import backend, fixed_onednn_ops, fixed_ops, native_ops, torch_ops
 from batchrun.ops.attention_batch import AttentionBatch
 from batchrun.ops.noise import gumbel, philox
 from batchrun.sampling import SamplingParams
 from batchrun.weights.formats import Dense, Int8, Weight
 from tests.engine.driver import Driver, load_decoder, request
+from tests.marks import needs_kernels
 from tests.models import save_model
 
-needs_compiler = pytest.mark.skipif(not cpu.available(), reason="no compiler for the native kernels")
 INVARIANT = [
     fixed_ops,
-    pytest.param(native_ops, marks=needs_compiler),
-    pytest.param(fixed_onednn_ops, marks=needs_compiler),
+    pytest.param(native_ops, marks=needs_kernels),
+    pytest.param(fixed_onednn_ops, marks=needs_kernels),
 ]
 DTYPES = [torch.float32, torch.bfloat16]
 SIZES = (1, 2, 3, 5, 16, 63, 64, 65, 130)

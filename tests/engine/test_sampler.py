@@ -13,18 +13,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batchrun.engine.batch import SampleRow
-from batchrun.engine.request import noise_key
+from batchrun.engine.request import NO_TOKEN, noise_key
 from batchrun.engine.sampler import logprobs
 from batchrun.engine.sampler import sample as sample_with
 from batchrun.kernels import cpu
 from batchrun.ops import native_ops, torch_ops
 from batchrun.ops.noise import MAX_GUMBEL, gumbel, uniform
 from batchrun.sampling import SamplingParams
+from tests.marks import needs_kernels
 
 VOCAB = 40
 
-BACKENDS = [torch_ops, *([native_ops] if cpu.available() else [])]
-on_each_backend = pytest.mark.parametrize("ops", BACKENDS, ids=lambda ops: ops.__name__.rpartition(".")[2])
+on_each_backend = pytest.mark.parametrize(
+    "ops", [pytest.param(torch_ops, id="torch_ops"), pytest.param(native_ops, id="native_ops", marks=needs_kernels)]
+)
 
 sample = partial(sample_with, ops=torch_ops)
 
@@ -97,7 +99,7 @@ def test_only_what_can_win_is_drawn_for_and_the_winner_is_the_same(
     assert token == int(scores.argmax())
 
 
-@pytest.mark.skipif(not cpu.available(), reason="no C++ compiler")
+@needs_kernels
 @pytest.mark.parametrize("size", [1, 7, 1000, 49_152])
 def test_the_kernel_draws_what_torch_draws(size: int) -> None:
     torch.manual_seed(size)
@@ -116,18 +118,29 @@ def test_the_kernel_draws_what_torch_draws(size: int) -> None:
     logits[::5, size // 2 :: 3] = -math.inf
     logits[::7] = logits[::7].round()  # equal ones
     logits[:, 0] = logits[:, 0].clamp(min=-3)
-    drawn = [sample(logits.clone(), rows, torch.zeros(1, 1, dtype=torch.int64), ops=ops) for ops in BACKENDS]
+    buffer = torch.zeros(1, 1, dtype=torch.int64)
+    drawn = [sample(logits.clone(), rows, buffer, ops=ops) for ops in (torch_ops, native_ops)]
     assert torch.equal(*drawn)
 
 
-@pytest.mark.skipif(not cpu.available(), reason="no C++ compiler")
+@needs_kernels
 def test_the_kernel_refuses_what_does_not_fit() -> None:
     some = {name: torch.ones(2) for name in ("temperature", "min_p", "top_p")}
     some |= {name: torch.ones(2).long() for name in ("top_k", "key", "position")}
     for name, each in some.items():
         with pytest.raises(ValueError, match=name):
             cpu.draw(torch.zeros(2, 9), **some | {name: each[:1]})
-    assert cpu.draw(torch.full((2, 9), math.nan), **some).tolist() == [-1, -1]
+
+
+@on_each_backend
+def test_what_is_no_number_is_no_token(ops: ModuleType) -> None:
+    logits = torch.randn(4, 50)
+    logits[1, 7] = logits[2, 49] = math.nan
+    greedy, drawn, filtered = SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_p=0.9, top_k=5)
+    for kinds in ([greedy] * 4, [drawn] * 4, [greedy, greedy, filtered, drawn]):
+        rows = [sample_row(params, index) for index, params in enumerate(kinds)]
+        tokens = sample(logits.clone(), rows, torch.zeros(1, 1, dtype=torch.int64), ops=ops).tolist()
+        assert [token == NO_TOKEN for token in tokens] == [False, True, True, False]
 
 
 def test_noise_is_bounded_and_uniform() -> None:

@@ -18,18 +18,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batchrun.kernels import cpu
-from batchrun.kernels.cpu import build
 from batchrun.ops import torch_ops
-
-
-def has_compiler() -> bool:
-    try:
-        return bool(build.find_compiler())
-    except build.BuildError:
-        return False
-
-
-needs_kernels = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
+from tests.marks import needs_kernels
 
 DTYPES = [torch.float32, torch.bfloat16]
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8}

@@ -13,7 +13,8 @@ from torch import Tensor
 from batchrun.kernels import cpu
 from batchrun.ops import int8_torch
 from batchrun.weights.formats import Int8, round_rows
-from tests.kernels.test_cpu import DTYPES, ROUNDING, needs_kernels, quick
+from tests.kernels.test_cpu import DTYPES, ROUNDING, quick
+from tests.marks import needs_kernels
 
 MAX_DEPTH = (2**31 - 1) // 127**2  # products of the largest magnitudes that int32 holds
 

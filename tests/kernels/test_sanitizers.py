@@ -11,7 +11,8 @@ import pytest
 
 from batchrun.kernels.cpu import build
 
-TESTS = [Path(__file__).with_name(name) for name in ("test_cpu.py", "test_int8.py")]
+HERE = Path(__file__).parent
+TESTS = [HERE / "test_cpu.py", HERE / "test_int8.py", HERE.parent / "engine" / "test_sampler.py"]
 RUN = """
 import sys
 import pytest
@@ -20,7 +21,7 @@ from batchrun.kernels.cpu import build
 build.FLAGS += ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 settings.register_profile("few", max_examples=10)
 settings.load_profile("few")
-chosen = "test_int8 or float64 or argmax or bits or nan or refuses or window"
+chosen = "test_int8 or float64 or argmax or bits or nan or refuses or window or kernel_draws"
 sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-k", chosen, *sys.argv[1:]]))
 """
 
