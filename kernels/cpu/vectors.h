@@ -63,13 +63,18 @@ inline vec load(const bf16* p) {
 
 inline void store(float* p, vec x) { std::memcpy(p, &x, sizeof x); }
 
-// Rounds to nearest even; a NaN stays one.
+// Rounds to nearest even; a NaN stays one. (An instruction for it may take subnormal numbers for zero.)
 inline void store(bf16* p, vec x) {
+#if defined(__AVX512BF16__)
+    __m256bh half = _mm512_cvtneps_pbh((__m512)x);
+    std::memcpy(p, &half, sizeof half);
+#else
     uvec u = bit_cast<uvec>(x);
     uvec rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
     uvec bits = x == x ? rounded : (u >> 16 | 0x40);
     hvec half = __builtin_convertvector(bits, hvec);
     std::memcpy(p, &half, sizeof half);
+#endif
 }
 
 // The first n < W elements; what lies beyond reads as zero and is not written.
@@ -105,6 +110,46 @@ inline vec fma(vec a, vec b, vec c) {
     return (vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
     return a * b + c;
+#endif
+}
+
+// Words: 32 bits of neighbouring elements, one float or two bf16, so that one instruction multiplies all of a lane.
+template <class T>
+constexpr int PER_WORD = 4 / sizeof(T);
+
+template <class T>
+inline ivec load_words(const T* p) {
+    ivec x;
+    std::memcpy(&x, p, sizeof x);
+    return x;
+}
+
+template <class T>
+inline ivec splat_word(const T* p) {
+    int32_t word;
+    std::memcpy(&word, p, sizeof word);
+    return word - ivec{};
+}
+
+// The halves of words of two bf16.
+inline vec low(ivec words) { return bit_cast<vec>(bit_cast<uvec>(words) << 16); }
+inline vec high(ivec words) { return bit_cast<vec>(bit_cast<uvec>(words) & 0xffff0000u); }
+
+// total + the products of each word's elements.
+template <class T>
+inline vec dot(ivec a, ivec b, vec total);
+
+template <>
+inline vec dot<float>(ivec a, ivec b, vec total) {
+    return fma(bit_cast<vec>(a), bit_cast<vec>(b), total);
+}
+
+template <>
+inline vec dot<bf16>(ivec a, ivec b, vec total) {
+#if defined(__AVX512BF16__)
+    return (vec)_mm512_dpbf16_ps((__m512)total, (__m512bh)a, (__m512bh)b);
+#else
+    return fma(high(a), high(b), fma(low(a), low(b), total));
 #endif
 }
 
