@@ -33,6 +33,7 @@ _EXPECTED = {  # pydantic's error types in a user's words
     "less_than": "below {lt}",
     "less_than_equal": "at most {le}",
     "literal_error": "{expected}",
+    "multiple_of": "a multiple of {multiple_of}",
     "string_too_short": "text that is not empty",
     "too_short": "a list that is not empty",
 }

@@ -155,7 +155,7 @@ class EngineSpec(_Section):
         "auto"  # bytes, or text such as 512MiB
     )
     gpu_memory_utilization: Annotated[Float, Field(gt=0, le=1)] = 0.9
-    block_size: Annotated[Int, Field(ge=1)] = 32
+    block_size: Annotated[Int, Field(ge=2, multiple_of=2)] = 32
     enable_prefix_caching: bool = True
     num_threads: Annotated[Int, Field(ge=1)] | Auto = "auto"
 

@@ -60,7 +60,7 @@ def test_faults_of_the_file_are_one_per_line(job: Path) -> None:
     text = refused("validate", job, "--set", "model.dtpye=a", "--set", "engine.block_size=0")
     assert text.splitlines() == [
         "--set model.dtpye: unknown key; did you mean dtype?",
-        "--set engine.block_size: must be at least 1, not 0",
+        "--set engine.block_size: must be at least 2, not 0",
     ]
 
 

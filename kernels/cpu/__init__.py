@@ -187,9 +187,11 @@ def attention(
 
     Args:
         q: [T, HQ, D]; D a multiple of 8 up to 256. Tokens past ``cu_q[B]`` are padding: their result is zero.
-        k_cache, v_cache: [n_blocks, HKV, block_size, D], HKV dividing HQ; the dtype may differ from q's. Within a block
-            and head keys lie transposed, [D, block_size], as :func:`rope_kv_write` leaves them. Only the two last
-            dimensions need be contiguous: both may be views of one tensor in which they alternate.
+        k_cache, v_cache: [n_blocks, HKV, block_size, D], HKV dividing HQ; the dtype may differ from q's: queries and
+            probabilities are rounded to it. Within a block and head lie, as :func:`rope_kv_write` leaves them, keys as
+            [D / P, block_size, P] and values as [block_size / P, D, P], P elements being 32 bits, which divides
+            block_size. Only the two last dimensions need be contiguous: both may be views of one tensor in which they
+            alternate.
         batch: see :class:`AttentionBatch`.
         scale: factor of the dot products.
         window: a query at position p sees the keys after p - window; None: all up to p.
@@ -416,6 +418,7 @@ def _caches(k_cache: Tensor, v_cache: Tensor) -> torch.Size:
     )
     _, kv_heads, block_size, dim = k_cache.shape
     page = k_cache.stride(1)
+    _require(block_size * k_cache.element_size() % 4 == 0, f"block_size must be even, not {block_size}")
     for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
         if (
             tensor.shape != k_cache.shape

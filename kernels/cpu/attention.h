@@ -7,8 +7,9 @@
 // of TILE; SPLIT keys make a softmax of their own, and the splits of a line are merged in ascending order, by however
 // many threads computed. A line meets its tiles in the order of their keys, whoever meets them with it.
 //
-// The cache holds the values of a block and KV head as [block_size, head_dim], and its keys transposed, as
-// [head_dim, block_size]: neighbouring keys fill a vector as they lie.
+// The cache holds words of P = PER_WORD elements (see vectors.h), so that vectors are filled as they lie: the keys of a
+// block and KV head as [head_dim / P, block_size, P], their values as [block_size / P, head_dim, P]. Queries and
+// probabilities are rounded to the cache's type; all sums are fp32.
 #pragma once
 
 #include <omp.h>
@@ -34,142 +35,189 @@ struct Range {
 };
 
 // One thread's working memory; `ranges` belong to the current tile.
+template <class C>
 struct Scratch {
-    float* queries;  // [LINES, head_dim]
-    float* keys;     // [head_dim, TILE]
-    float* values;   // [TILE, padded_dim]
-    float* scores;   // [LINES, TILE]: then probabilities
+    float* scores;     // [BLOCKED_LINES, TILE]
+    C* probabilities;  // [BLOCKED_LINES, TILE]
+    C* queries;        // [LINES, head_dim]
+    C* keys;           // [head_dim / P, TILE, P]
+    C* values;         // [TILE / P, padded_dim, P]
     Partial split, total;
     Range ranges[LINES];
 
     static size_t size(const Attention& a) {
-        return size_t(LINES) * a.head_dim + size_t(TILE) * (a.head_dim + a.padded_dim() + LINES) +
+        return size_t(2 * BLOCKED_LINES + a.head_dim + a.padded_dim()) * TILE + size_t(LINES) * a.head_dim +
                2 * Partial::size(a, LINES);
     }
     Scratch(const Attention& a, float* memory)
-        : queries(memory),
-          keys(queries + LINES * a.head_dim),
-          values(keys + TILE * a.head_dim),
-          scores(values + TILE * a.padded_dim()),
-          split(scores + LINES * TILE, LINES),
+        : scores(memory),
+          probabilities(reinterpret_cast<C*>(memory += BLOCKED_LINES * TILE)),
+          queries(reinterpret_cast<C*>(memory += BLOCKED_LINES * TILE)),
+          keys(reinterpret_cast<C*>(memory += LINES * a.head_dim)),
+          values(reinterpret_cast<C*>(memory += TILE * a.head_dim)),
+          split(memory += TILE * a.padded_dim(), LINES),
           total(split.values + LINES * a.padded_dim(), LINES) {}
 };
 
 // scores[r][key] = query r . key, for R lines and the vectors of keys [begin, end) of a tile.
-template <int R, class K, class Ahead>
-void score(const float* queries, const K* const* keys, int stride, int dim, int begin, int end, float* scores,
+template <int R, class C, class Ahead>
+void score(const Attention& a, const C* queries, const Operands<C>& tile, int begin, int end, float* scores,
            Ahead ahead) {
-    constexpr int N = vectors_for(R);
+    constexpr int N = vectors_for(R), P = PER_WORD<C>;
     for (int group = begin / N * N; group < end; group += N) {
-        const K* k[N];
-        std::copy_n(keys + group, N, k);
-        vec dot[R][N] = {};
-        for (int d = 0; d < dim;) {
+        const C* keys[N];
+        std::copy_n(tile.keys + group, N, keys);
+        vec total[R][N] = {};
+        for (int word = 0; word < a.head_dim / P;) {
             ahead.inner();
 #pragma GCC unroll 4
-            for (int i = 0; i < Ahead::EVERY; ++i, ++d) {
-                vec key[N];
+            for (int i = 0; i < Ahead::EVERY; ++i, ++word) {
+                ivec key[N];
 #pragma GCC unroll 8
-                for (int n = 0; n < N; ++n) key[n] = load(k[n] + size_t(d) * stride);
+                for (int n = 0; n < N; ++n) key[n] = load_words(keys[n] + size_t(word) * tile.key_stride * P);
 #pragma GCC unroll 8
                 for (int r = 0; r < R; ++r) {
-                    vec query = splat(queries[r * dim + d]);
+                    ivec query = splat_word(queries + r * a.head_dim + word * P);
 #pragma GCC unroll 8
-                    for (int n = 0; n < N; ++n) dot[r][n] = fma(query, key[n], dot[r][n]);
+                    for (int n = 0; n < N; ++n) total[r][n] = dot<C>(query, key[n], total[r][n]);
                 }
             }
         }
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-            for (int n = 0; n < N; ++n) store(scores + r * TILE + (group + n) * W, dot[r][n]);
+            for (int n = 0; n < N; ++n) store(scores + r * TILE + (group + n) * W, total[r][n]);
     }
 }
 
-// sums[r] += probabilities[r][key] * value[key] over a range of keys, for R lines and N vectors from `column` on.
-template <int R, int N, class V, class Ahead>
-inline void add_columns(const float* probabilities, const V* const* values, int column, int stride, Range keys,
+// sums[r] += probabilities[r][key] * value[key] over a range of whole words of keys, for R lines and N vectors from
+// `column` on.
+template <int R, int N, class C, class Ahead>
+inline void add_columns(const C* probabilities, const C* const* values, int column, int stride, Range words,
                         float* sums, Ahead ahead) {
+    constexpr int P = PER_WORD<C>;
     vec total[R][N];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
         for (int n = 0; n < N; ++n) total[r][n] = load(sums + r * stride + column + n * W);
-    auto add = [&](int key) {
-        const V* row = values[key] + column;
-        vec value[N];
+    auto add = [&](int word) {
+        const C* row = values[word] + column * P;
+        ivec value[N];
 #pragma GCC unroll 8
-        for (int n = 0; n < N; ++n) value[n] = load(row + n * W);
+        for (int n = 0; n < N; ++n) value[n] = load_words(row + n * W * P);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-            vec p = splat(probabilities[r * TILE + key]);
+            ivec p = splat_word(probabilities + r * TILE + word * P);
 #pragma GCC unroll 8
-            for (int n = 0; n < N; ++n) total[r][n] = fma(p, value[n], total[r][n]);
+            for (int n = 0; n < N; ++n) total[r][n] = dot<C>(p, value[n], total[r][n]);
         }
     };
-    int key = keys.begin;
-    while (key + Ahead::EVERY <= keys.end) {
+    int word = words.begin;
+    while (word + Ahead::EVERY <= words.end) {
         ahead.inner();
 #pragma GCC unroll 4
-        for (int i = 0; i < Ahead::EVERY; ++i) add(key++);
+        for (int i = 0; i < Ahead::EVERY; ++i) add(word++);
     }
-    while (key < keys.end) add(key++);
+    while (word < words.end) add(word++);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
         for (int n = 0; n < N; ++n) store(sums + r * stride + column + n * W, total[r][n]);
 }
 
-template <int R, class V, class Ahead>
-void add_values(const float* probabilities, const V* const* values, int stride, Range keys, float* sums,
-                Ahead ahead) {
-    if (keys.begin >= keys.end) return;
+template <int R, class C, class Ahead>
+void add_words(const C* probabilities, const C* const* values, int stride, Range words, float* sums, Ahead ahead) {
+    if (words.begin >= words.end) return;
     constexpr int N = vectors_for(R);
     int column = 0;
     for (; column + N * W <= stride; column += N * W)
-        add_columns<R, N>(probabilities, values, column, stride, keys, sums, ahead);
-    for (; column < stride; column += W) add_columns<R, 1>(probabilities, values, column, stride, keys, sums, ahead);
+        add_columns<R, N>(probabilities, values, column, stride, words, sums, ahead);
+    for (; column < stride; column += W) add_columns<R, 1>(probabilities, values, column, stride, words, sums, ahead);
 }
 
-// Turns one line's scores into probabilities relative to its running maximum, and moves its state to that maximum.
-void soften(const Attention& a, float* scores, Range keys, Partial& state, int line) {
+// One line's share of a word whose other keys are not in its range and may be anything.
+template <class C, class Ahead>
+void add_part(const C* probabilities, const C* const* values, int stride, int word, bool first, float* sums,
+              Ahead ahead) {
+    alignas(64) uint32_t kept[round_up(MAX_HEAD_DIM, W)];
+    std::memcpy(kept, values[word], stride * sizeof *kept);
+    for (int i = 0; i < stride; ++i) kept[i] &= first ? 0xffff : 0xffff0000;
+    const C* row = reinterpret_cast<const C*>(kept);
+    add_words<1>(probabilities + word * PER_WORD<C>, &row, stride, {0, 1}, sums, ahead);
+}
+
+// One line's share of a range of keys.
+template <class C, class Ahead>
+void add_keys(const C* probabilities, const C* const* values, int stride, Range keys, float* sums, Ahead ahead) {
+    constexpr int P = PER_WORD<C>;
+    if (keys.begin >= keys.end) return;
+    int begin = round_up(keys.begin, P) / P, end = keys.end / P;
+    if (keys.begin % P) add_part(probabilities, values, stride, begin - 1, false, sums, ahead);
+    add_words<1>(probabilities, values, stride, {begin, end}, sums, ahead);
+    if (keys.end % P) add_part(probabilities, values, stride, end, true, sums, ahead);
+}
+
+// Scales one line's scores, gives them their cap and -inf outside of the line's range; returns the largest.
+float scale_scores(const Attention& a, float* scores, Range keys) {
     ivec lane;
     for (int i = 0; i < W; ++i) lane[i] = i;
-    int first = keys.begin / W * W;
     vec best = splat(-INF);
-    for (int i = first; i < keys.end; i += W) {
+    for (int i = keys.begin / W * W; i < keys.end; i += W) {
         vec x = load(scores + i) * a.scale;
         if (a.softcap != 0) x = a.softcap * tanh(x / a.softcap);
-        ivec key = lane + i;
-        x = ((key >= keys.begin) & (key < keys.end)) ? x : splat(-INF);
+        if (i < keys.begin || i + W > keys.end) {
+            ivec key = lane + i;
+            x = ((key >= keys.begin) & (key < keys.end)) ? x : splat(-INF);
+        }
         store(scores + i, x);
         best = max(x, best);
     }
-    float maximum = std::max(state.maximum[line], largest(best));
-    float base = maximum == -INF ? 0.0f : maximum;  // all scores -inf: probabilities of 0, not NaN
-    vec total{};
-    for (int i = first; i < keys.end; i += W) {
-        vec p = exp(load(scores + i) - base);
-        store(scores + i, p);
-        total += p;
+    return largest(best);
+}
+
+// Turns scores of lines [line, line + R) into probabilities relative to their running maxima, and moves their state to
+// those.
+template <int R, class C>
+void soften(const Attention& a, const Scratch<C>& s, Partial& state, int line) {
+    constexpr int LANES = round_up(R, W);  // a lane is a line
+    alignas(64) float maximum[LANES] = {}, old[LANES] = {}, base[LANES], decay[LANES], total[R];
+    for (int r = 0; r < R; ++r) {
+        old[r] = state.maximum[line + r];
+        maximum[r] = std::max(old[r], scale_scores(a, s.scores + r * TILE, s.ranges[line + r]));
     }
-    float decay = exp(state.maximum[line] - base);
-    if (decay != 1.0f) {
-        float* values = state.values + size_t(line) * a.padded_dim();
-        for (int d = 0; d < a.padded_dim(); d += W) store(values + d, load(values + d) * decay);
+    for (int i = 0; i < R; i += W) {
+        vec most = load(maximum + i), from = most == -INF ? vec{} : most;  // all scores -inf: no NaN, but zeros
+        store(base + i, from);
+        store(decay + i, exp(load(old + i) - from));
     }
-    state.sum[line] = state.sum[line] * decay + sum(total);
-    state.maximum[line] = maximum;
+    for (int r = 0; r < R; ++r) {
+        Range keys = s.ranges[line + r];
+        vec sums{};
+        for (int i = keys.begin / W * W; i < keys.end; i += W) {
+            vec p = exp(load(s.scores + r * TILE + i) - base[r]);
+            store(s.probabilities + r * TILE + i, p);
+            sums += p;
+        }
+        total[r] = sum(sums);
+    }
+    for (int r = 0; r < R; ++r) {
+        float* values = state.values + size_t(line + r) * a.padded_dim();
+        if (decay[r] != 1.0f)
+            for (int d = 0; d < a.padded_dim(); d += W) store(values + d, load(values + d) * decay[r]);
+        state.sum[line + r] = state.sum[line + r] * decay[r] + total[r];
+        state.maximum[line + r] = maximum[r];
+    }
 }
 
 // Lines [line, line + R) against one tile. Where their causal or window edges differ, the keys that all of them see are
 // added together and the rest line by line: a key outside of a line's range never touches its state.
-template <int R, class K, class V, class Ahead>
-void attend(const Attention& a, const Scratch& s, const Operands<K, V>& tile, Partial& state, int line, Ahead ahead) {
+template <int R, class C, class Ahead>
+void attend(const Attention& a, const Scratch<C>& s, const Operands<C>& tile, Partial& state, int line, Ahead ahead) {
     ahead.outer();
-    int dim = a.head_dim, padded = a.padded_dim();
+    constexpr int P = PER_WORD<C>;
+    int padded = a.padded_dim();
     const Range* ranges = s.ranges + line;
-    float* scores = s.scores + line * TILE;
     float* values = state.values + size_t(line) * padded;
     Range any{TILE, 0}, all{0, TILE};
     for (int r = 0; r < R; ++r) {
@@ -178,25 +226,21 @@ void attend(const Attention& a, const Scratch& s, const Operands<K, V>& tile, Pa
         all = {std::max(all.begin, own.begin), std::min(all.end, own.end)};
     }
     if (any.begin >= any.end) return;
+    all = {round_up(all.begin, P), all.end / P * P};
     if (all.begin >= all.end) all = {TILE, TILE};
-    score<R>(s.queries + line * dim, tile.keys, tile.key_stride, dim, any.begin / W, (any.end + W - 1) / W, scores,
-             ahead);
-    for (int r = 0; r < R; ++r)
-        if (ranges[r].begin < ranges[r].end) soften(a, scores + r * TILE, ranges[r], state, line + r);
-    for (int r = 0; r < R; ++r) {
-        Range before{ranges[r].begin, std::min(all.begin, ranges[r].end)};
-        add_values<1>(scores + r * TILE, tile.values, padded, before, values + r * padded, ahead);
-    }
-    add_values<R>(scores, tile.values, padded, all, values, ahead);
-    for (int r = 0; r < R; ++r) {
-        Range after{all.end, ranges[r].end};
-        add_values<1>(scores + r * TILE, tile.values, padded, after, values + r * padded, ahead);
-    }
+    score<R>(a, s.queries + line * a.head_dim, tile, any.begin / W, (any.end + W - 1) / W, s.scores, ahead);
+    soften<R>(a, s, state, line);
+    auto add_own = [&](int r, Range keys) {
+        add_keys(s.probabilities + r * TILE, tile.values, padded, keys, values + r * padded, ahead);
+    };
+    for (int r = 0; r < R; ++r) add_own(r, {ranges[r].begin, std::min(all.begin, ranges[r].end)});
+    add_words<R>(s.probabilities, tile.values, padded, {all.begin / P, all.end / P}, values, ahead);
+    for (int r = 0; r < R; ++r) add_own(r, {all.end, ranges[r].end});
 }
 
 // A visit's lines against its tile.
-template <class K, class V, class Ahead>
-void attend_all(const Attention& a, const Scratch& s, const Operands<K, V>& tile, Partial& state, const Visit& visit,
+template <class C, class Ahead>
+void attend_all(const Attention& a, const Scratch<C>& s, const Operands<C>& tile, Partial& state, const Visit& visit,
                 Ahead ahead) {
     int line = visit.begin;
     for (; line + BLOCKED_LINES <= visit.end; line += BLOCKED_LINES)
@@ -212,40 +256,35 @@ void attend_all(const Attention& a, const Scratch& s, const Operands<K, V>& tile
 }
 
 // How many inner steps it takes, about, that up to BLOCKED_LINES lines meet a tile.
+template <class C>
 int inner_steps(const Attention& a, const Tile& tile, int lines) {
     int keys = tile.end - tile.begin, width = vectors_for(lines) * W;
-    return ((keys + width - 1) / width * a.head_dim + a.padded_dim() / width * keys) / InnerAhead::EVERY + 1;
+    int words = (keys + width - 1) / width * a.head_dim + a.padded_dim() / width * keys;
+    return words / (PER_WORD<C> * InnerAhead::EVERY) + 1;
 }
 
 // One visit, while `next` is fetched.
 template <class C>
 void attend_tile(const Attention& a, const Lines& lines, const Visit& visit, const Tile& tile, const Tile* next,
-                 Scratch& s, Partial& state) {
+                 Scratch<C>& s, Partial& state) {
     for (int i = visit.begin; i < visit.end; ++i) {
         int position = lines.position(a, i);
         s.ranges[i] = {std::max(a.first_key(position) - visit.first_key, 0),
                        std::min(position + 1 - visit.first_key, TILE)};
     }
-    // Few lines read the cache where it lies, if whole vectors do; for many, keys lie closer and are converted but once.
-    int count = visit.end - visit.begin;
-    bool whole = a.head_dim % W == 0;
-    if (count <= BLOCKED_LINES && whole && a.block_size % W == 0) {
-        Prefetch ahead(next, a.head_dim, a.block_size, sizeof(C), inner_steps(a, tile, count));
-        Operands<C, C> operands;
-        use_keys(a, tile, operands);
-        use_values(a, tile, operands);
-        return attend_all(a, s, operands, state, visit, InnerAhead{ahead});
+    Operands<C> operands;
+    if (a.head_dim % W == 0 && a.block_size % W == 0)
+        use_in_place(a, tile, operands);
+    else
+        copy(a, tile, s.keys, s.values, operands);
+    int count = visit.end - visit.begin, words = a.head_dim / PER_WORD<C>;
+    if (count <= BLOCKED_LINES) {
+        Prefetch ahead(next, words, a.block_size, inner_steps<C>(a, tile, count));
+        attend_all(a, s, operands, state, visit, InnerAhead{ahead});
+    } else {
+        Prefetch ahead(next, words, a.block_size, (count + BLOCKED_LINES - 1) / BLOCKED_LINES);
+        attend_all(a, s, operands, state, visit, OuterAhead{ahead});
     }
-    Prefetch ahead(next, a.head_dim, a.block_size, sizeof(C), (count + BLOCKED_LINES - 1) / BLOCKED_LINES);
-    Operands<float, float> operands;
-    copy_keys<C>(a, tile, s.keys, operands);
-    if constexpr (std::is_same<C, float>::value)
-        if (whole) {
-            use_values(a, tile, operands);
-            return attend_all(a, s, operands, state, visit, OuterAhead{ahead});
-        }
-    copy_values<C>(a, tile, s.values, operands);
-    attend_all(a, s, operands, state, visit, OuterAhead{ahead});
 }
 
 // A split of some lines; none: no lines.
@@ -256,8 +295,8 @@ struct Place {
 
 // The softmax state of `lines` over one split's keys, from nothing; the first tile of `after` is fetched at the end.
 template <class C>
-void attend_split(const Attention& a, Cache<C> cache, const Lines& lines, int split, Place after, Scratch& s,
-                  Partial& state) {
+void attend_split(const Attention& a, Cache<C> cache, const Lines& lines, int split, Place after,
+                  Scratch<C>& s, Partial& state) {
     state.clear(a, lines.count);
     Visit visit = lines.first_visit(a, split), next = visit;
     Tile tiles[2];
@@ -294,8 +333,8 @@ void merge(const Attention& a, const Partial& from, Partial& into, int count) {
     }
 }
 
-template <class Q>
-void load_queries(const Attention& a, const Lines& lines, const Q* q, float* out) {
+template <class Q, class C>
+void load_queries(const Attention& a, const Lines& lines, const Q* q, C* out) {
     for (int i = 0; i < lines.count; ++i)
         for_each_vec(a.head_dim, [&, from = q + lines.offset(a, i), to = out + i * a.head_dim](
                                      int d, auto get, auto put) { put(to + d, get(from + d)); });
@@ -309,7 +348,7 @@ void store_result(const Attention& a, const Lines& lines, const Partial& state, 
 }
 
 template <class Q, class C>
-void do_work(const Attention& a, const Work& work, const Work* next, const Q* q, Cache<C> cache, Q* out, Scratch& s) {
+void do_work(const Attention& a, const Work& work, const Work* next, const Q* q, Cache<C> cache, Q* out, Scratch<C>& s) {
     const Lines& lines = *work.lines;
     load_queries(a, lines, q, s.queries);
     s.total.clear(a, lines.count);
@@ -324,8 +363,8 @@ void do_work(const Attention& a, const Work& work, const Work* next, const Q* q,
     if (!work.partial) store_result(a, lines, s.total, out);
 }
 
-template <class Q>
-void merge_divided(const Attention& a, const Work& work, Q* out, Scratch& s) {
+template <class Q, class C>
+void merge_divided(const Attention& a, const Work& work, Q* out, Scratch<C>& s) {
     const Lines& lines = *work.lines;
     s.total.clear(a, lines.count);
     for (int i = 0; i < work.split_end - work.split_begin; ++i)
@@ -338,10 +377,10 @@ void attention(const Attention& a, const Q* q, Cache<C> cache, Q* out) {
     Plan plan = make_plan(a);
     size_t n = plan.work.size();
     std::atomic<size_t> unclaimed{0};
-    float* memory = scratch_floats(Scratch::size(a) * a.threads);
+    float* memory = scratch_floats(Scratch<C>::size(a) * a.threads);
 #pragma omp parallel num_threads(a.threads) if (n > 1)
     {
-        Scratch scratch(a, memory + omp_get_thread_num() * Scratch::size(a));
+        Scratch<C> scratch(a, memory + omp_get_thread_num() * Scratch<C>::size(a));
         // A thread knows its next work before it does the current one, whose end fetches the beginning of the next.
         for (size_t current = omp_get_thread_num(), next; current < n; current = next) {
             next = omp_get_num_threads() + unclaimed++;

@@ -12,8 +12,8 @@ struct Cache {
     const C *keys, *values;
 };
 
-// Neighbouring keys of one block that belong to a tile: `count` from the tile's `first` on. Element d of a key lies d
-// rows of the block behind its first one; the values follow one another.
+// Neighbouring keys of one block that belong to a tile: `count` from the tile's `first` on, whole words of values. Their
+// words of keys are rows of the block; their words of values follow one another.
 struct Part {
     const char *keys, *values;
     int first, count;
@@ -28,31 +28,30 @@ struct Tile {
 // Fetches a tile's memory, a few cache lines at each `advance`, between the arithmetic on the tile before, so that
 // neither waits for the other.
 class Prefetch {
-    static constexpr int LINE = 64, UNIT = 256;
+    static constexpr int LINE = 64, UNIT = 256, WORD = 4;
+    static constexpr int SECOND_LEVEL = 2;  // of cache: the first has no room for another tile
     const Part *part, *last;
     const char* at = nullptr;
-    int row = 0, rows, key_stride, item, left = 0;  // bytes of the row that are left
-    int pace, credit = 0;                           // lines, in UNITs: of an advance; that are due
+    int row = 0, rows, key_stride, left = 0;  // words of a key; bytes: from one to the next; of the row that are left
+    int pace, credit = 0;                     // lines, in UNITs: of an advance; that are due
 
     void next_row() {
         bool is_key = row < rows;
         at = is_key ? part->keys + size_t(row) * key_stride : part->values;
-        left = part->count * item * (is_key ? 1 : rows);
+        left = part->count * WORD * (is_key ? 1 : rows);
         if (row++ < rows) return;
         row = 0;
         ++part;
     }
 
 public:
-    // `item` bytes an element, `dim` elements a key, whose neighbours are `block_size` elements apart; in `steps`
-    // advances.
-    Prefetch(const Tile* tile, int dim, int block_size, int item, int steps)
+    // `words` of a key, whose neighbours are `block_size` words apart; in `steps` advances.
+    Prefetch(const Tile* tile, int words, int block_size, int steps)
         : part(tile ? tile->parts : nullptr),
           last(tile ? tile->parts + tile->n_parts : nullptr),
-          rows(dim),
-          key_stride(block_size * item),
-          item(item),
-          pace(tile ? (tile->end - tile->begin) * dim * item * 2 / LINE * UNIT / steps + 1 : 0) {}
+          rows(words),
+          key_stride(block_size * WORD),
+          pace(tile ? (tile->end - tile->begin) * words * WORD * 2 / LINE * UNIT / steps + 1 : 0) {}
 
     void advance() {
         for (credit += pace; credit >= UNIT; credit -= UNIT) {
@@ -63,15 +62,15 @@ public:
                 }
                 next_row();
             }
-            __builtin_prefetch(at);
+            __builtin_prefetch(at, 0, SECOND_LEVEL);
             at += LINE;
             left -= LINE;
         }
     }
 };
 
-// Advances a prefetch in the inner loops of few lines, which wait for memory: before every few keys, or elements, of
-// which a head has a multiple of 8.
+// Advances a prefetch in the inner loops of few lines, which wait for memory: before every few words, of which a head
+// has a multiple of 4.
 struct InnerAhead {
     static constexpr int EVERY = 4;
     Prefetch& prefetch;
@@ -86,77 +85,66 @@ struct OuterAhead {
     void outer() { prefetch.advance(); }
 };
 
-// A tile's keys and values as K and V, where they lie or in working memory: `keys` are vectors of W neighbours, whose
-// element d lies d * `key_stride` behind the first.
-template <class K, class V>
+// A tile's keys and values, where they lie or in working memory: `keys` are W neighbours' first words, whose next ones
+// lie `key_stride` words behind; `values` are the words of PER_WORD neighbours.
+template <class C>
 struct Operands {
-    const K* keys[TILE / W];
-    const V* values[TILE];
+    const C* keys[TILE / W];
+    const C* values[TILE / PER_WORD<C>];
     int key_stride;
 };
 
 template <class C>
 void locate(const Attention& a, Cache<C> cache, const Lines& lines, const Visit& visit, Tile& out) {
-    out.begin = std::max(lines.key_begin - visit.first_key, 0);
-    out.end = std::min(lines.end_of(a, visit) - visit.first_key, TILE);
+    constexpr int P = PER_WORD<C>;
+    out.begin = std::max(lines.key_begin - visit.first_key, 0) / P * P;
+    out.end = round_up(std::min(lines.end_of(a, visit) - visit.first_key, TILE), P);
     out.n_parts = 0;
     const int32_t* table = a.block_table + int64_t(visit.row) * a.table_width;
     for (int key = out.begin; key < out.end;) {
         int block = (visit.first_key + key) / a.block_size, offset = (visit.first_key + key) % a.block_size;
         int count = std::min(a.block_size - offset, out.end - key);
         int64_t head = (int64_t(table[block]) * a.kv_heads + lines.kv_head) * a.page;
-        out.parts[out.n_parts++] = {reinterpret_cast<const char*>(cache.keys + head + offset),
+        out.parts[out.n_parts++] = {reinterpret_cast<const char*>(cache.keys + head + offset * P),
                                     reinterpret_cast<const char*>(cache.values + head + offset * a.head_dim), key, count};
         key += count;
     }
 }
 
-// Keys where they lie: a block holds whole vectors. What a vector holds beside the tile's keys is in no line's range.
-template <class C, class V>
-void use_keys(const Attention& a, const Tile& tile, Operands<C, V>& out) {
+// Operands where they lie: blocks and heads hold whole vectors. What a vector holds beside the tile's keys is in no
+// line's range.
+template <class C>
+void use_in_place(const Attention& a, const Tile& tile, Operands<C>& out) {
+    constexpr int P = PER_WORD<C>;
     out.key_stride = a.block_size;
     for (int i = 0; i < tile.n_parts; ++i) {
         const Part& part = tile.parts[i];
-        const C* first = reinterpret_cast<const C*>(part.keys) - part.first % W;
-        for (int v = part.first / W; v * W < part.first + part.count; ++v, first += W) out.keys[v] = first;
+        const C* keys = reinterpret_cast<const C*>(part.keys) - part.first % W * P;
+        for (int v = part.first / W; v * W < part.first + part.count; ++v, keys += W * P) out.keys[v] = keys;
+        const C* values = reinterpret_cast<const C*>(part.values);
+        for (int j = 0; j < part.count; j += P, values += a.head_dim * P) out.values[(part.first + j) / P] = values;
     }
     for (int v = 0; v < TILE / W; ++v)
         if ((v + 1) * W <= tile.begin || v * W >= tile.end) out.keys[v] = out.keys[tile.begin / W];
 }
 
-template <class C, class V>
-void copy_keys(const Attention& a, const Tile& tile, float* keys, Operands<float, V>& out) {
+// Operands in working memory, filled up to whole vectors.
+template <class C>
+void copy(const Attention& a, const Tile& tile, C* keys, C* values, Operands<C>& out) {
+    constexpr int P = PER_WORD<C>;
     out.key_stride = TILE;
-    for (int v = 0; v < TILE / W; ++v) out.keys[v] = keys + v * W;
+    for (int v = 0; v < TILE / W; ++v) out.keys[v] = keys + v * W * P;
     for (int i = 0; i < tile.n_parts; ++i) {
         const Part& part = tile.parts[i];
-        for (int d = 0; d < a.head_dim; ++d) {
-            const C* from = reinterpret_cast<const C*>(part.keys) + size_t(d) * a.block_size;
-            for_each_vec(part.count, [&, to = keys + size_t(d) * TILE + part.first](int j, auto get, auto put) {
-                put(to + j, get(from + j));
-            });
-        }
-    }
-}
-
-template <class K, class V>
-void use_values(const Attention& a, const Tile& tile, Operands<K, V>& out) {
-    for (int i = 0; i < tile.n_parts; ++i) {
-        const V* from = reinterpret_cast<const V*>(tile.parts[i].values);
-        for (int j = 0; j < tile.parts[i].count; ++j) out.values[tile.parts[i].first + j] = from + size_t(j) * a.head_dim;
-    }
-}
-
-template <class C, class K>
-void copy_values(const Attention& a, const Tile& tile, float* values, Operands<K, float>& out) {
-    for (int i = 0; i < tile.n_parts; ++i) {
-        const C* from = reinterpret_cast<const C*>(tile.parts[i].values);
-        for (int j = 0; j < tile.parts[i].count; ++j, from += a.head_dim) {
-            float* to = values + size_t(tile.parts[i].first + j) * a.padded_dim();
-            out.values[tile.parts[i].first + j] = to;
-            int d = 0;
-            for (; d + W <= a.head_dim; d += W) store(to + d, load(from + d));
-            if (d < a.head_dim) store(to + d, load_some(from + d, a.head_dim - d));
+        const C* from = reinterpret_cast<const C*>(part.keys);
+        for (int word = 0; word < a.head_dim / P; ++word, from += a.block_size * P)
+            std::copy_n(from, part.count * P, keys + (word * TILE + part.first) * P);
+        from = reinterpret_cast<const C*>(part.values);
+        for (int j = part.first; j < part.first + part.count; j += P, from += a.head_dim * P) {
+            C* to = values + j * a.padded_dim();
+            std::copy_n(from, a.head_dim * P, to);
+            std::fill_n(to + a.head_dim * P, (a.padded_dim() - a.head_dim) * P, C{});
+            out.values[j / P] = to;
         }
     }
 }

@@ -98,11 +98,15 @@ void rope_kv_write(const T* qkv, const float* cos_sin, Indices positions, Indice
         const T *k = x + s.q_heads * dim, *v = k + s.kv_heads * dim;
         int64_t block = slots[token] / s.block_size, offset = slots[token] % s.block_size;
         for (int h = 0; h < s.kv_heads; ++h) {
-            int64_t head = (block * s.kv_heads + h) * s.page, line = head + offset * dim;
-            C rotated[MAX_HEAD_DIM];
-            rope_head(k + h * dim, k_norm, s.eps, angles, dim, rotated);
-            for (int i = 0; i < dim; ++i) k_cache[head + i * s.block_size + offset] = rotated[i];
-            for_each_vec(dim, [&](int i, auto get, auto put) { put(v_cache + line + i, get(v + h * dim + i)); });
+            // The layout is that of attention.h.
+            constexpr int P = PER_WORD<C>;
+            int64_t head = (block * s.kv_heads + h) * s.page;
+            C key[MAX_HEAD_DIM], value[MAX_HEAD_DIM];
+            rope_head(k + h * dim, k_norm, s.eps, angles, dim, key);
+            for_each_vec(dim, [&](int i, auto get, auto put) { put(value + i, get(v + h * dim + i)); });
+            C *keys = k_cache + head + offset * P, *values = v_cache + head + offset / P * P * dim + offset % P;
+            for (int i = 0; i < dim; ++i) keys[i / P * P * s.block_size + i % P] = key[i];
+            for (int i = 0; i < dim; ++i) values[i * P] = value[i];
         }
     }
 }

@@ -63,7 +63,7 @@ inline vec load(const bf16* p) {
 
 inline void store(float* p, vec x) { std::memcpy(p, &x, sizeof x); }
 
-// Rounds to nearest even; a NaN stays one. (An instruction for it may take subnormal numbers for zero.)
+// Rounds to nearest even; a NaN stays one. Subnormal numbers may become zero.
 inline void store(bf16* p, vec x) {
 #if defined(__AVX512BF16__)
     __m256bh half = _mm512_cvtneps_pbh((__m512)x);
@@ -201,29 +201,45 @@ inline bool any(ivec x) {
 // Halves the vector until one lane is left: the one order of every horizontal reduction.
 template <class Op>
 inline float reduce(vec x, Op op) {
-    float lane[W];
-    store(lane, x);
+#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
+#if defined(__AVX512F__)
+    auto upper = (__m256)_mm512_extractf64x4_pd((__m512d)x, 1);
+    __m256 eight = op(_mm512_castps512_ps256((__m512)x), upper);
+#else
+    __m256 eight = (__m256)x;
+#endif
+    __m128 four = op(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    __m128 two = op(four, _mm_movehl_ps(four, four));
+    return op(two, _mm_movehdup_ps(two))[0];
+#else
     for (int n = W / 2; n > 0; n /= 2)
-        for (int i = 0; i < n; ++i) lane[i] = op(lane[i], lane[i + n]);
-    return lane[0];
+        for (int i = 0; i < n; ++i) x[i] = op(x[i], x[i + n]);
+    return x[0];
+#endif
 }
 
 inline float sum(vec x) {
-    return reduce(x, [](float a, float b) { return a + b; });
+    return reduce(x, [](auto a, auto b) { return a + b; });
 }
 
 inline float largest(vec x) {
-    return reduce(x, [](float a, float b) { return a > b ? a : b; });
+    return reduce(x, [](auto a, auto b) { return a > b ? a : b; });
 }
 
-// e^x to 1 ulp in [-87.3, 88.3]; below exactly 0, above inf, NaN stays NaN. Cody-Waite reduction to |f| <= ln2 / 2 and
-// the polynomial of Cephes' expf.
+// e^x to 1 ulp in [-87.3, 88.3]; far below exactly 0, above inf, NaN stays NaN. Cody-Waite reduction to |f| <= ln2 / 2
+// and the polynomial of Cephes' expf.
 inline vec exp(vec x) {
+#if defined(__AVX512F__)
+    constexpr float LOWEST = -104.0f, HIGHEST = 200.0f;  // whose results are 0 and inf
+    vec c = (vec)_mm512_min_ps((__m512)splat(HIGHEST), _mm512_max_ps((__m512)splat(LOWEST), (__m512)x));
+    vec n = (vec)_mm512_roundscale_ps((__m512)(c * 1.44269504f), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
     constexpr float LOWEST = -87.33654f, HIGHEST = 88.72f, ROUND = 12582912.0f;  // 1.5 * 2^23: adding it rounds
     vec c = x < LOWEST ? splat(LOWEST) : x;
     c = c > HIGHEST ? splat(HIGHEST) : c;
     vec shifted = fma(c, splat(1.44269504f), splat(ROUND));
     vec n = shifted - ROUND;
+#endif
     vec f = fma(n, splat(-0.693359375f), c);
     f = fma(n, splat(2.12194440e-4f), f);
     vec p = splat(1.9875691500e-4f);
@@ -233,8 +249,12 @@ inline vec exp(vec x) {
     p = fma(p, f, splat(1.6666665459e-1f));
     p = fma(p, f, splat(5.0000001201e-1f));
     p = fma(p, f * f, f) + 1.0f;
+#if defined(__AVX512F__)
+    return (vec)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
     vec power = bit_cast<vec>((bit_cast<ivec>(shifted) << 23) + (127 << 23));  // 2^n
     return x < LOWEST ? vec{} : p * power;
+#endif
 }
 
 inline float exp(float x) { return exp(splat(x))[0]; }

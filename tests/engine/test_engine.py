@@ -19,7 +19,7 @@ from tests.models import greedy_with, save_model
 
 @pytest.fixture(scope="module")
 def engine(tiny_model: Path) -> Iterator[Engine]:
-    engine = Engine(str(tiny_model), max_model_len=128, max_num_seqs=8)
+    engine = Engine(str(tiny_model), dtype="float32", max_model_len=128, max_num_seqs=8)
     yield engine
     engine.close()
 
