@@ -91,15 +91,12 @@ class Panels:
 
     def __init__(self, weight: Tensor) -> None:
         n, k = _floats("weight", weight, 2)
-        columns = _library().batchrun_panel_columns()
-        self.data = torch.empty(-(-n // columns), k, columns, dtype=weight.dtype)  # the last one padded with zeros
+        self.data = _pack(weight, 4 // weight.element_size())
         self.shape = (n, k)
-        _call("batchrun_pack", weight, self.data, n, k, weight.dtype is torch.bfloat16)
 
     def to_dense(self) -> Tensor:
         """The weight [N, K] (a copy)."""
-        n, k = self.shape
-        return self.data.transpose(1, 2).reshape(-1, k)[:n]
+        return _unpack(self.data, self.shape)
 
 
 class Int8Panels:
@@ -117,17 +114,28 @@ class Int8Panels:
         _like("scales", scales, (n,), torch.float32)
         most = _library().batchrun_max_int8_depth()
         _require(0 < k <= most, f"the weight has {k} columns; 1 to {most} can be summed exactly")
-        columns = _library().batchrun_panel_columns()
-        pairs = (k + 1) // 2
-        self.data = torch.empty(-(-n // columns), pairs, columns, 2, dtype=torch.int8)
+        self.data = _pack(values, 2)
         self.scales = scales
         self.shape = (n, k)
-        _call("batchrun_pack", functional.pad(values, (0, k % 2)), self.data, n, pairs, True)  # a pair as one bfloat16
 
     def to_dense(self) -> Tensor:
         """The weight [N, K] float32."""
-        n, k = self.shape
-        return self.data.transpose(1, 2).flatten(2).flatten(0, 1)[:n, :k] * self.scales[:, None]
+        return _unpack(self.data, self.shape) * self.scales[:, None]
+
+
+def _pack(weight: Tensor, per_word: int) -> Tensor:
+    """A weight [N, K] in panels [N / columns, words, columns, per_word], padded with zeros (see ``linear.h``)."""
+    n, k = weight.shape
+    words, columns = -(-k // per_word), _library().batchrun_panel_columns()
+    data = torch.empty(-(-n // columns), words, columns, per_word, dtype=weight.dtype)
+    padded = functional.pad(weight, (0, words * per_word - k))
+    _call("batchrun_pack", padded, data, n, words, weight.dtype is torch.int8)
+    return data
+
+
+def _unpack(panels: Tensor, shape: tuple[int, int]) -> Tensor:
+    n, k = shape
+    return panels.transpose(1, 2).flatten(2).flatten(0, 1)[:n, :k]
 
 
 def available() -> bool:

@@ -10,11 +10,12 @@ extern "C" {
 // Output columns of a panel: see linear.h.
 int batchrun_panel_columns() { return COLUMNS; }
 
-const char* batchrun_pack(const void* weight, void* panels, int n, int k, bool is_bf16, int threads) {
-    with_type(is_bf16, [&](auto* type) {
-        using T = std::remove_pointer_t<decltype(type)>;
-        pack(static_cast<const T*>(weight), static_cast<T*>(panels), n, k, threads);
-    });
+// A word of int8 is stored in 16 bits, all others in 32.
+const char* batchrun_pack(const void* weight, void* panels, int n, int words, bool is_int8, int threads) {
+    if (is_int8)
+        pack(static_cast<const uint16_t*>(weight), static_cast<uint16_t*>(panels), n, words, threads);
+    else
+        pack(static_cast<const uint32_t*>(weight), static_cast<uint32_t*>(panels), n, words, threads);
     return nullptr;
 }
 
@@ -32,7 +33,7 @@ const char* batchrun_linear(const void* x, const void* panels, const void* bias,
     });
 }
 
-// Columns of an int8 weight that are summed exactly: see linear_int8.h. Its panels are packed as bf16's, a pair as one.
+// Columns of an int8 weight that are summed exactly: see linear_int8.h.
 int batchrun_max_int8_depth() { return MAX_INT8_DEPTH; }
 
 const char* batchrun_linear_int8(const void* x, const void* panels, const float* scales, const void* bias, void* out,

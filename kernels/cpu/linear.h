@@ -1,9 +1,10 @@
 // Matrix products of packed activations with a packed weight.
 //
-// A weight [n, k] is stored in *panels* of COLUMNS output columns, [n / COLUMNS, k, COLUMNS], padded with zeros; what
-// is multiplied at once is ROWS rows of activations with one panel, their ROWS * COLUMNS sums staying in registers.
-// Every output is one chain of fused multiply-adds over k in ascending order, whatever the number of rows: blocks of
-// DEPTH only decide when the sums are set aside. (Goto and van de Geijn 2008.)
+// Elements go in words of neighbouring k's (see vectors.h). A weight [n, k] is stored in *panels* of COLUMNS output
+// columns, [n / COLUMNS, words, COLUMNS, PER_WORD], padded with zeros; what is multiplied at once is ROWS rows of
+// activations with one panel, their ROWS * COLUMNS sums staying in registers. Every output is one chain of sums over k
+// in ascending order, whatever the number of rows: blocks of a panel only decide when the sums are set aside. (Goto and
+// van de Geijn 2008.)
 #pragma once
 
 #include <algorithm>
@@ -17,12 +18,23 @@
 namespace {
 
 constexpr int COLUMNS = 2 * W, ROWS = REGISTERS == 32 ? 12 : 6;
-constexpr int DEPTH = 512;  // k's whose panel is worked through while it stays in the first-level cache
+constexpr int DEPTH = 512;  // words whose panel is worked through while it stays in a cache
 constexpr int STRIP = 192;  // rows that meet a panel while it stays in the second-level cache
 static_assert(STRIP % ROWS == 0, "");
 
-template <class T, class Out, class P = T>
+// What the elements of a panel are multiplied as: bf16 as fp32 where no instruction multiplies it.
+template <class P>
+using Factor = std::conditional_t<std::is_same<P, bf16>::value && !MULTIPLIES_BF16, float, P>;
+
+// Words of the factors that a word of the panel holds.
+template <class P>
+constexpr int FACTORS = PER_WORD<P> / PER_WORD<Factor<P>>;
+
+template <class T, class Out, class Panel = T>
 struct Linear {
+    using P = Panel;
+    using Sum = float;
+
     const T* x;
     const P* panels;
     const T* bias;  // nullptr: none
@@ -30,110 +42,149 @@ struct Linear {
     int64_t rows;
     int n, k, threads;
 
-    int width() const { return k; }  // words of an interleaved row
+    int words() const { return (k + PER_WORD<P> - 1) / PER_WORD<P>; }  // of a column
+    int width() const { return words() * FACTORS<P>; }                 // words of an interleaved row
     int n_panels() const { return (n + COLUMNS - 1) / COLUMNS; }
     int64_t n_strips() const { return (rows + STRIP - 1) / STRIP; }
     int64_t strip_rows(int64_t strip) const { return std::min<int64_t>(STRIP, rows - strip * STRIP); }
+
+    // Makes products, before the bias, of the sums of a row of `count` interleaved ones.
+    auto products(const int32_t*, int, int) const {
+        return [](const float* sums, int, auto) { return load(sums); };
+    }
 };
 
-// Lays a weight [n, k] out in panels.
-template <class T>
-void pack(const T* weight, T* panels, int n, int k, int threads) {
-    constexpr int BLOCK = 16;  // k's of a column that are copied at once: a cache line
+// Lays a weight [n, words] out in panels.
+template <class Word>
+void pack(const Word* weight, Word* panels, int n, int words, int threads) {
+    constexpr int BLOCK = 16;  // words of a column that are copied at once: a cache line
     int count = (n + COLUMNS - 1) / COLUMNS;
-#pragma omp parallel for num_threads(threads) if (int64_t(n) * k > THREADS_WORTH_IT)
+#pragma omp parallel for num_threads(threads) if (int64_t(n) * words > THREADS_WORTH_IT)
     for (int panel = 0; panel < count; ++panel) {
-        T* out = panels + size_t(panel) * k * COLUMNS;
+        Word* out = panels + size_t(panel) * words * COLUMNS;
         int columns = std::min(COLUMNS, n - panel * COLUMNS);
-        if (columns < COLUMNS) std::fill_n(out, size_t(k) * COLUMNS, T{});
-        for (int from = 0; from < k; from += BLOCK)
+        if (columns < COLUMNS) std::fill_n(out, size_t(words) * COLUMNS, Word{});
+        for (int from = 0; from < words; from += BLOCK)
             for (int column = 0; column < columns; ++column) {
-                const T* row = weight + (size_t(panel) * COLUMNS + column) * k;
-                for (int i = from; i < std::min(from + BLOCK, k); ++i) out[size_t(i) * COLUMNS + column] = row[i];
+                const Word* row = weight + (size_t(panel) * COLUMNS + column) * words;
+                for (int i = from; i < std::min(from + BLOCK, words); ++i) out[size_t(i) * COLUMNS + column] = row[i];
             }
     }
 }
 
-// Rows [first, first + count) of x side by side as [k, count], so that a panel meets them in the order of memory.
+// Rows [first, first + count) of x side by side as words [width, count], so that a panel meets them in the order of
+// memory; an odd k is padded with zero.
 template <class T, class Out>
-void interleave(const Linear<T, Out>& l, int64_t first, int count, float* out) {
+void interleave(const Linear<T, Out>& l, int64_t first, int count, int32_t* out) {
+    constexpr int RUN = W * PER_WORD<Factor<T>>;  // elements that are W words of factors
     const T* x = l.x + first * l.k;
-    int i = 0;
-    for (; i + W <= l.k; i += W) {
-        float lanes[ROWS][W];
-        for (int r = 0; r < count; ++r) store(lanes[r], load(x + size_t(r) * l.k + i));
-        for (int j = 0; j < W; ++j, out += count)
+    for (int i = 0; i < l.k; i += RUN) {
+        T padded[ROWS][RUN];
+        int32_t lanes[ROWS][W];
+        int some = std::min(RUN, l.k - i), words = std::min(W, l.width() - i / PER_WORD<Factor<T>>);
+        for (int r = 0; r < count; ++r) {
+            const T* from = x + size_t(r) * l.k + i;
+            if (some < RUN) {
+                std::fill_n(padded[r], RUN, T{});
+                std::memcpy(padded[r], from, some * sizeof(T));
+                from = padded[r];
+            }
+            if constexpr (std::is_same<T, Factor<T>>::value)
+                std::memcpy(lanes[r], from, sizeof lanes[r]);
+            else
+                store(reinterpret_cast<float*>(lanes[r]), load(from));
+        }
+        for (int j = 0; j < words; ++j, out += count)
             for (int r = 0; r < count; ++r) out[r] = lanes[r][j];
     }
-    for (; i < l.k; ++i, out += count)
-        for (int r = 0; r < count; ++r) out[r] = load_some(x + size_t(r) * l.k + i, 1)[0];
 }
 
-// sums[r] += x[r] * panel over `depth` k's, for R interleaved rows.
-template <int R, class P>
-void multiply(const float* x, const P* panel, int depth, float* sums) {
-    vec total[R][2];
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-        total[r][0] = load(sums + r * COLUMNS);
-        total[r][1] = load(sums + r * COLUMNS + W);
-    }
-    for (int d = 0; d < depth; ++d, x += R, panel += COLUMNS) {
-        vec left = load(panel), right = load(panel + W);
+// sums[r] += x[r] * panel over some words, for R interleaved rows of words of F.
+template <int R, class F, class P, class Sum>
+void multiply(const int32_t* x, const P* panel, int words, Sum* sums) {
+    std::conditional_t<std::is_same<Sum, float>::value, vec, ivec> total[R][2];
+    std::memcpy(total, sums, sizeof total);
+    auto add = [&](ivec left, ivec right) {
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
-            vec value = splat(x[r]);
-            total[r][0] = fma(value, left, total[r][0]);
-            total[r][1] = fma(value, right, total[r][1]);
+            ivec value = splat_word(x + r);
+            total[r][0] = dot<F>(value, left, total[r][0]);
+            total[r][1] = dot<F>(value, right, total[r][1]);
+        }
+        x += R;
+    };
+    for (int i = 0; i < words; ++i, panel += COLUMNS * PER_WORD<P>) {
+        ivec left = load_words(panel), right = load_words(panel + W * PER_WORD<P>);
+        if constexpr (PER_WORD<F> == PER_WORD<P>) {
+            add(left, right);
+        } else {
+            add(bit_cast<ivec>(low(left)), bit_cast<ivec>(low(right)));
+            add(bit_cast<ivec>(high(left)), bit_cast<ivec>(high(right)));
         }
     }
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-        store(sums + r * COLUMNS, total[r][0]);
-        store(sums + r * COLUMNS + W, total[r][1]);
-    }
+    std::memcpy(sums, total, sizeof total);
 }
 
 // `multiply` for a number of rows that is known only now, 1 to ROWS.
-template <class P, int R = ROWS>
-void multiply_some(int rows, const float* x, const P* panel, int depth, float* sums) {
-    if (rows == R) return multiply<R>(x, panel, depth, sums);
-    if constexpr (R > 1) multiply_some<P, R - 1>(rows, x, panel, depth, sums);
+template <class F, int R = ROWS, class P, class Sum>
+void multiply_some(int rows, const int32_t* x, const P* panel, int words, Sum* sums) {
+    if (rows == R) return multiply<R, F>(x, panel, words, sums);
+    if constexpr (R > 1) multiply_some<F, R - 1>(rows, x, panel, words, sums);
+}
+
+// Some words of a panel as fp32 factors.
+inline void widen(const bf16* panel, int words, float* wide) {
+    for (int i = 0; i < words; ++i, panel += 2 * COLUMNS, wide += 2 * COLUMNS)
+        for (int column = 0; column < COLUMNS; column += W) {
+            ivec both = load_words(panel + 2 * column);
+            store(wide + column, low(both));
+            store(wide + COLUMNS + column, high(both));
+        }
 }
 
 // One strip's rows, `x` holding them interleaved, against one panel.
-template <class T, class Out>
-void multiply_panel(const Linear<T, Out>& l, int64_t strip, int panel, const float* x) {
-    alignas(64) float sums[STRIP * COLUMNS];
-    alignas(64) float wide[std::is_same<T, float>::value ? 1 : DEPTH * COLUMNS];  // a block of the panel as fp32
+template <class L>
+void multiply_panel(const L& l, int64_t strip, int panel, const int32_t* x) {
+    using P = typename L::P;
+    using F = Factor<P>;
     int rows = int(l.strip_rows(strip));
-    std::fill_n(sums, rows * COLUMNS, 0.0f);
-    for (int from = 0; from < l.k; from += DEPTH) {
-        int depth = std::min(DEPTH, l.k - from);
-        const T* block = l.panels + (size_t(panel) * l.k + from) * COLUMNS;
-        bool widen = !std::is_same<T, float>::value && rows > ROWS;
-        if (widen)
-            for (int i = 0; i < depth * COLUMNS; i += W) store(wide + i, load(block + i));
-        for (int row = 0; row < rows; row += ROWS) {
-            int count = std::min(ROWS, rows - row);
-            const float* values = x + size_t(row) * l.k + size_t(from) * count;
-            if (widen)
-                multiply_some(count, values, wide, depth, sums + row * COLUMNS);
-            else
-                multiply_some(count, values, block, depth, sums + row * COLUMNS);
+    alignas(64) typename L::Sum sums[STRIP * COLUMNS];
+    std::fill_n(sums, rows * COLUMNS, typename L::Sum{});
+    for (int from = 0; from < l.words(); from += DEPTH) {
+        int words = std::min(DEPTH, l.words() - from);
+        auto multiply_block = [&](const auto* block, int words) {
+            for (int row = 0; row < rows; row += ROWS) {
+                int count = std::min(ROWS, rows - row);
+                const int32_t* values = x + size_t(row) * l.width() + size_t(from) * FACTORS<P> * count;
+                multiply_some<F>(count, values, block, words, sums + row * COLUMNS);
+            }
+        };
+        const P* block = l.panels + (size_t(panel) * l.words() + from) * COLUMNS * PER_WORD<P>;
+        if constexpr (!std::is_same<F, P>::value) {
+            if (rows > ROWS) {
+                alignas(64) float wide[DEPTH * FACTORS<P> * COLUMNS];
+                widen(block, words, wide);
+                multiply_block(wide, words * FACTORS<P>);
+                continue;
+            }
         }
+        multiply_block(block, words);
     }
     int column = panel * COLUMNS, columns = std::min(COLUMNS, l.n - column);
-    for (int row = 0; row < rows; ++row)
+    for (int row = 0; row < rows; ++row) {
+        int group = row / ROWS * ROWS, count = std::min(ROWS, rows - group);
+        auto product = l.products(x + size_t(group) * l.width(), row - group, count);
         for_each_vec(columns, [&, from = sums + row * COLUMNS, to = l.out + (strip * STRIP + row) * l.n + column](
                                   int i, auto get, auto put) {
-            put(to + i, l.bias ? get(from + i) + get(l.bias + column + i) : get(from + i));
+            vec value = product(from + i, column + i, get);
+            put(to + i, l.bias ? value + get(l.bias + column + i) : value);
         });
+    }
 }
 
 // Some rows, `x` being room for them.
 template <class L>
-void multiply_rows(const L& l, float* x) {
+void multiply_rows(const L& l, int32_t* x) {
     constexpr int PANELS = 4;              // that a thread takes at a time
     constexpr int64_t WORTH_IT = 1 << 20;  // multiply-adds below which the other threads are not woken
     int64_t groups = (l.rows + ROWS - 1) / ROWS;
@@ -148,7 +199,7 @@ void multiply_rows(const L& l, float* x) {
         for (int64_t work = 0; work < l.n_strips() * takes; ++work) {
             int64_t strip = work / takes;
             int first = int(work % takes) * PANELS, end = std::min(first + PANELS, l.n_panels());
-            const float* strip_x = x + strip * STRIP * l.width();
+            const int32_t* strip_x = x + strip * STRIP * l.width();
             for (int panel = first; panel < end; ++panel) multiply_panel(l, strip, panel, strip_x);
         }
     }
@@ -157,7 +208,7 @@ void multiply_rows(const L& l, float* x) {
 template <class L>
 void linear(const L& l) {
     constexpr int64_t AT_ONCE = 4 * STRIP;  // bounds the working space
-    float* x = scratch_floats(size_t(std::min(l.rows, AT_ONCE)) * l.width());
+    auto* x = reinterpret_cast<int32_t*>(scratch_floats(size_t(std::min(l.rows, AT_ONCE)) * l.width()));
     for (int64_t first = 0; first < l.rows; first += AT_ONCE) {
         L some = l;
         some.x += first * l.k;

@@ -113,15 +113,30 @@ inline vec fma(vec a, vec b, vec c) {
 #endif
 }
 
-// Words: 32 bits of neighbouring elements, one float or two bf16, so that one instruction multiplies all of a lane.
+// Words: 32 bits of neighbouring elements, one float, two bf16 or two int16 (to which int8 is widened), so that one
+// instruction multiplies all of a lane.
 template <class T>
 constexpr int PER_WORD = 4 / sizeof(T);
+template <>
+constexpr int PER_WORD<int8_t> = 2;
 
 template <class T>
 inline ivec load_words(const T* p) {
     ivec x;
     std::memcpy(&x, p, sizeof x);
     return x;
+}
+
+inline ivec load_words(const int8_t* p) {
+#if defined(__AVX512BW__)
+    return (ivec)_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    return (ivec)_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+    int16_t wide[2 * W];
+    for (int i = 0; i < 2 * W; ++i) wide[i] = p[i];
+    return load_words(wide);
+#endif
 }
 
 template <class T>
@@ -134,6 +149,12 @@ inline ivec splat_word(const T* p) {
 // The halves of words of two bf16.
 inline vec low(ivec words) { return bit_cast<vec>(bit_cast<uvec>(words) << 16); }
 inline vec high(ivec words) { return bit_cast<vec>(bit_cast<uvec>(words) & 0xffff0000u); }
+
+#if defined(__AVX512BF16__)
+constexpr bool MULTIPLIES_BF16 = true;
+#else
+constexpr bool MULTIPLIES_BF16 = false;
+#endif
 
 // total + the products of each word's elements.
 template <class T>
@@ -153,38 +174,23 @@ inline vec dot<bf16>(ivec a, ivec b, vec total) {
 #endif
 }
 
-// W pairs of small integers as int16, two in each lane.
-inline ivec load_pairs(const int16_t* p) {
-    ivec x;
-    std::memcpy(&x, p, sizeof x);
-    return x;
-}
+// The same exactly, of small integers as int16.
+template <class T>
+inline ivec dot(ivec a, ivec b, ivec total);
 
-inline ivec load_pairs(const int8_t* p) {
-#if defined(__AVX512BW__)
-    return (ivec)_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-#elif defined(__AVX2__) && !defined(__AVX512F__)
-    return (ivec)_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-#else
-    int16_t wide[2 * W];
-    for (int i = 0; i < 2 * W; ++i) wide[i] = p[i];
-    return load_pairs(wide);
-#endif
-}
-
-// c + both products of each lane's pairs.
-inline ivec multiply_pairs(ivec a, ivec b, ivec c) {
+template <>
+inline ivec dot<int8_t>(ivec a, ivec b, ivec total) {
 #if defined(__AVX512VNNI__)
-    return (ivec)_mm512_dpwssd_epi32((__m512i)c, (__m512i)a, (__m512i)b);
+    return (ivec)_mm512_dpwssd_epi32((__m512i)total, (__m512i)a, (__m512i)b);
 #elif defined(__AVX512BW__)
-    return c + (ivec)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+    return total + (ivec)_mm512_madd_epi16((__m512i)a, (__m512i)b);
 #elif defined(__AVXVNNI__) && !defined(__AVX512F__)
-    return (ivec)_mm256_dpwssd_avx_epi32((__m256i)c, (__m256i)a, (__m256i)b);
+    return (ivec)_mm256_dpwssd_avx_epi32((__m256i)total, (__m256i)a, (__m256i)b);
 #elif defined(__AVX2__) && !defined(__AVX512F__)
-    return c + (ivec)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+    return total + (ivec)_mm256_madd_epi16((__m256i)a, (__m256i)b);
 #else
-    auto low = [](ivec x) { return bit_cast<ivec>(bit_cast<uvec>(x) << 16) >> 16; };
-    return c + low(a) * low(b) + (a >> 16) * (b >> 16);
+    auto first = [](ivec x) { return bit_cast<ivec>(bit_cast<uvec>(x) << 16) >> 16; };
+    return total + first(a) * first(b) + (a >> 16) * (b >> 16);
 #endif
 }
 
