@@ -31,4 +31,4 @@ def describe_operations(ops: ModuleType, device: str) -> str:
     kernels = f" {cpu.version()}" if "native" in name or "onednn" in name else ""
     capability = torch.backends.cpu.get_cpu_capability()
     products = "native" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32"
-    return f"{name}{kernels} on {device} {capability}, bfloat16 products {products}, torch {torch.__version__}"
+    return f"{name}{kernels} on {device} {capability}, oneDNN's bfloat16 {products}, torch {torch.__version__}"

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from batchrun.errors import JobError
 from batchrun.model_files import ModelFiles, resolve
-from batchrun.ops import native_ops, torch_ops
+from batchrun.ops import native_ops, onednn_ops, torch_ops
 from batchrun.weights.dequantize import dequantize
 from batchrun.weights.formats import Dense, Int8, Weight
 from batchrun.weights.gguf import read_gguf, row_bytes
@@ -161,7 +161,9 @@ def test_loader_quantizes_linear_layers_and_no_table(small: ModelFiles) -> None:
     assert torch.equal(weight.rows(ids), weight.dequantize()[ids])
 
 
-@pytest.mark.parametrize("ops", [torch_ops, pytest.param(native_ops, marks=needs_kernels)])
+@pytest.mark.parametrize(
+    "ops", [torch_ops, *(pytest.param(ops, marks=needs_kernels) for ops in (native_ops, onednn_ops))]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("quantize", [Dense, Int8.quantize])
 def test_a_packed_weight_stands_for_the_same_numbers(

@@ -4,7 +4,7 @@
 `torch_ops`         plain torch on any device: the reference
 `fixed_ops`         plain torch, each row's bits its own
 `native_ops`        native CPU kernels, each row's bits its own
-`onednn_ops`        native CPU kernels beside oneDNN's matrix products, for processors that multiply bfloat16
+`onednn_ops`        native CPU kernels beside oneDNN's matrix products, for processors that multiply in tiles
 `fixed_onednn_ops`  the same, each row's bits its own
 ==================  ======================================================================================
 """
@@ -17,6 +17,7 @@ import torch
 
 from batchrun.errors import JobError
 from batchrun.kernels import cpu
+from batchrun.kernels.machine import describe_cpu
 
 
 def backend(device: torch.device, dtype: torch.dtype, head_dim: int, *, reproducible: bool) -> ModuleType:
@@ -26,10 +27,10 @@ def backend(device: torch.device, dtype: torch.dtype, head_dim: int, *, reproduc
     """
     if reproducible and device.type != "cpu":
         raise JobError(f"model.reproducible is not supported on {device.type}; use engine.device: cpu")
-    from batchrun.ops import dense_torch, fixed_onednn_ops, fixed_ops, native_ops, onednn_ops, torch_ops
+    from batchrun.ops import fixed_onednn_ops, fixed_ops, native_ops, onednn_ops, torch_ops
 
     if device.type == "cpu" and cpu.takes(dtype, head_dim) and cpu.available():
-        if dtype == torch.bfloat16 and dense_torch.multiplies(dtype):
+        if dtype == torch.bfloat16 and "amx_bf16" in describe_cpu():  # tiles, which the kernels do not use
             return fixed_onednn_ops if reproducible else onednn_ops
         return native_ops
     return fixed_ops if reproducible else torch_ops

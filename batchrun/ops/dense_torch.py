@@ -19,14 +19,9 @@ def pack(weight: Dense) -> Tensor | None:
     data = weight.dequantize()
     if not data.is_cpu or data.dtype not in (torch.float32, torch.bfloat16):
         return None
-    wide = data.float() if not multiplies(data.dtype) else data
+    wide = data if torch.ops.mkldnn._is_mkldnn_bf16_supported() else data.float()
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(wide, _PACKED_ROWS)
     return packed
-
-
-def multiplies(dtype: torch.dtype) -> bool:
-    """Whether this processor has instructions that multiply ``dtype``."""
-    return dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def linear(x: Tensor, weight: Dense, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""Native kernels, with oneDNN's products of plain weights where the processor multiplies bfloat16.
+"""Native kernels, with oneDNN's products of plain weights, which use a processor's tiles of bfloat16.
 
 The rows of those may differ with M.
 """

@@ -4,9 +4,9 @@ They are compiled on first use (see :mod:`batchrun.kernels.cpu.build`); where th
 False and the caller computes with torch. All tensors are on the CPU, contiguous (of caches: the blocks of a head),
 float32 or bfloat16, and are neither copied nor kept; sums are fp32, those of int8 exact. **A token's result is bitwise
 independent** of the other rows of the batch, of how its request was cut into chunks, of block size and placement, and
-of the number of threads (``torch.get_num_threads()``); it does depend on the processor's vector width. Every function
-raises ValueError for a wrong dtype, shape or layout, and for an index outside of the cache or table, before anything is
-written.
+of the number of threads (``torch.get_num_threads()``); it does depend on the processor's vector width and on whether it
+multiplies bfloat16, where it may take subnormal numbers for zero. Every function raises ValueError for a wrong dtype,
+shape or layout, and for an index outside of the cache or table, before anything is written.
 """
 
 from __future__ import annotations
@@ -150,8 +150,9 @@ def takes(dtype: torch.dtype, head_dim: int) -> bool:
 
 @cache
 def version() -> str:
-    """Names what the kernels compute: equal where results are equal to the bit, on one kind of processor."""
-    return hashlib.blake2b(build.sources(), digest_size=6).hexdigest()
+    """Names what the kernels compute: equal where results are equal to the bit, on processors of one vector width."""
+    products = "bf16" if _library().batchrun_multiplies_bf16() else "fp32"  # of bfloat16
+    return f"{hashlib.blake2b(build.sources(), digest_size=6).hexdigest()}-{products}"
 
 
 def linear(

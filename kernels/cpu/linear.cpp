@@ -10,6 +10,9 @@ extern "C" {
 // Output columns of a panel: see linear.h.
 int batchrun_panel_columns() { return COLUMNS; }
 
+// Whether bfloat16 is multiplied by an instruction, whose rounding is its own: see vectors.h.
+int batchrun_multiplies_bf16() { return MULTIPLIES_BF16; }
+
 // A word of int8 is stored in 16 bits, all others in 32.
 const char* batchrun_pack(const void* weight, void* panels, int n, int words, bool is_int8, int threads) {
     if (is_int8)

@@ -18,8 +18,8 @@
 namespace {
 
 constexpr int COLUMNS = 2 * W, ROWS = REGISTERS == 32 ? 12 : 6;
-constexpr int DEPTH = 512;  // words whose panel is worked through while it stays in a cache
-constexpr int STRIP = 192;  // rows that meet a panel while it stays in the second-level cache
+constexpr int DEPTH = W == 16 ? 1024 : 512;  // words of factors whose panel stays in a cache while rows meet it
+constexpr int STRIP = 192;                   // rows that meet a panel while it stays in the second-level cache
 static_assert(STRIP % ROWS == 0, "");
 
 // What the elements of a panel are multiplied as: bf16 as fp32 where no instruction multiplies it.
@@ -94,8 +94,14 @@ void interleave(const Linear<T, Out>& l, int64_t first, int count, int32_t* out)
             else
                 store(reinterpret_cast<float*>(lanes[r]), load(from));
         }
-        for (int j = 0; j < words; ++j, out += count)
-            for (int r = 0; r < count; ++r) out[r] = lanes[r][j];
+        auto side_by_side = [&](auto count) {
+            for (int j = 0; j < words; ++j, out += count)
+                for (int r = 0; r < count; ++r) out[r] = lanes[r][j];
+        };
+        if (count == ROWS)
+            side_by_side(std::integral_constant<int, ROWS>{});
+        else
+            side_by_side(count);
     }
 }
 
@@ -103,7 +109,11 @@ void interleave(const Linear<T, Out>& l, int64_t first, int count, int32_t* out)
 template <int R, class F, class P, class Sum>
 void multiply(const int32_t* x, const P* panel, int words, Sum* sums) {
     std::conditional_t<std::is_same<Sum, float>::value, vec, ivec> total[R][2];
-    std::memcpy(total, sums, sizeof total);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+        total[r][0] = load(sums + r * COLUMNS);
+        total[r][1] = load(sums + r * COLUMNS + W);
+    }
     auto add = [&](ivec left, ivec right) {
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
@@ -122,7 +132,11 @@ void multiply(const int32_t* x, const P* panel, int words, Sum* sums) {
             add(bit_cast<ivec>(high(left)), bit_cast<ivec>(high(right)));
         }
     }
-    std::memcpy(sums, total, sizeof total);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+        store(sums + r * COLUMNS, total[r][0]);
+        store(sums + r * COLUMNS + W, total[r][1]);
+    }
 }
 
 // `multiply` for a number of rows that is known only now, 1 to ROWS.
@@ -150,8 +164,8 @@ void multiply_panel(const L& l, int64_t strip, int panel, const int32_t* x) {
     int rows = int(l.strip_rows(strip));
     alignas(64) typename L::Sum sums[STRIP * COLUMNS];
     std::fill_n(sums, rows * COLUMNS, typename L::Sum{});
-    for (int from = 0; from < l.words(); from += DEPTH) {
-        int words = std::min(DEPTH, l.words() - from);
+    for (int from = 0; from < l.words(); from += DEPTH / FACTORS<P>) {
+        int words = std::min(DEPTH / FACTORS<P>, l.words() - from);
         auto multiply_block = [&](const auto* block, int words) {
             for (int row = 0; row < rows; row += ROWS) {
                 int count = std::min(ROWS, rows - row);
@@ -162,7 +176,7 @@ void multiply_panel(const L& l, int64_t strip, int panel, const int32_t* x) {
         const P* block = l.panels + (size_t(panel) * l.words() + from) * COLUMNS * PER_WORD<P>;
         if constexpr (!std::is_same<F, P>::value) {
             if (rows > ROWS) {
-                alignas(64) float wide[DEPTH * FACTORS<P> * COLUMNS];
+                alignas(64) float wide[DEPTH * COLUMNS];
                 widen(block, words, wide);
                 multiply_block(wide, words * FACTORS<P>);
                 continue;

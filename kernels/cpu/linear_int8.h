@@ -38,7 +38,7 @@ struct LinearInt8 : Linear<T, Out, int8_t> {
     auto products(const int32_t* x, int row, int count) const {
         float scale = bit_cast<float>(x[size_t(this->words()) * count + row]);
         return [this, scale](const int32_t* sums, int column, auto get) {
-            return __builtin_convertvector(load_words(sums), vec) * scale * get(scales + column);
+            return __builtin_convertvector(load(sums), vec) * scale * get(scales + column);
         };
     }
 };

@@ -61,7 +61,14 @@ inline vec load(const bf16* p) {
     return bit_cast<vec>(wide << 16);
 }
 
+inline ivec load(const int32_t* p) {
+    ivec x;
+    std::memcpy(&x, p, sizeof x);
+    return x;
+}
+
 inline void store(float* p, vec x) { std::memcpy(p, &x, sizeof x); }
+inline void store(int32_t* p, ivec x) { std::memcpy(p, &x, sizeof x); }
 
 // Rounds to nearest even; a NaN stays one. Subnormal numbers may become zero.
 inline void store(bf16* p, vec x) {

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from batchrun import Engine, SamplingParams
 from batchrun.errors import JobError
-from batchrun.ops import fixed_ops, int8_torch, native_ops, torch_ops
+from batchrun.job import Quantization
+from batchrun.ops import fixed_onednn_ops, fixed_ops, int8_torch, native_ops, onednn_ops, torch_ops
 from batchrun.weights.formats import QUANTIZERS, Dense, Int8, round_rows
 from tests.engine.driver import Driver, load_decoder, request
 from tests.marks import needs_kernels
@@ -67,11 +68,12 @@ def test_a_quantized_model_is_transformers_with_rounded_linear_layers(tiny_model
 
 
 @needs_kernels
-@pytest.mark.parametrize("ops", [torch_ops, fixed_ops])
-def test_every_backend_answers_alike(tiny_model: Path, ops: ModuleType) -> None:
+@pytest.mark.parametrize("ops", [torch_ops, fixed_ops, onednn_ops, fixed_onednn_ops])
+@pytest.mark.parametrize("quantization", QUANTIZERS)
+def test_every_backend_answers_alike(tiny_model: Path, ops: ModuleType, quantization: Quantization) -> None:
     answers = []
     for each in (ops, native_ops):
-        decoder = load_decoder(tiny_model, ops=each, quantization="int8")
+        decoder = load_decoder(tiny_model, ops=each, quantization=quantization)
         requests = [request(i, ids, SamplingParams(temperature=0, max_tokens=8)) for i, ids in enumerate(PROMPTS)]
         with Driver(decoder) as driver:
             driver.run(requests)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from batchrun.engine.request import Request
 from batchrun.engine.scheduler import Scheduler
-from batchrun.ops import backend, fixed_onednn_ops, fixed_ops, native_ops, torch_ops
+from batchrun.ops import backend, fixed_onednn_ops, fixed_ops, native_ops, onednn_ops, torch_ops
 from batchrun.ops.attention_batch import AttentionBatch
 from batchrun.ops.noise import gumbel, philox
 from batchrun.sampling import SamplingParams
@@ -198,6 +198,21 @@ def test_with_the_mode_off_bits_move(model_path: Path) -> None:
 def test_the_mode_chooses_invariant_operations() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         assert backend(torch.device("cpu"), dtype, 64, reproducible=True) in (fixed_ops, native_ops, fixed_onednn_ops)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("flags", "free", "reproducible"),
+    [("avx512_bf16", native_ops, native_ops), ("avx512_bf16 amx_bf16", onednn_ops, fixed_onednn_ops)],
+)
+def test_onednn_multiplies_bfloat16_in_tiles(
+    monkeypatch: pytest.MonkeyPatch, flags: str, free: ModuleType, reproducible: ModuleType
+) -> None:
+    monkeypatch.setattr("batchrun.ops.describe_cpu", lambda: flags)
+    cpu = torch.device("cpu")
+    assert backend(cpu, torch.bfloat16, 64, reproducible=False) is free
+    assert backend(cpu, torch.bfloat16, 64, reproducible=True) is reproducible
+    assert backend(cpu, torch.float32, 64, reproducible=False) is native_ops
 
 
 # ---- noise

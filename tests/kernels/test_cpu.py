@@ -325,7 +325,7 @@ def test_attention_refuses_wrong_tensors() -> None:
 @needs_kernels
 @given(
     st.sampled_from(DTYPES), st.integers(0, 200) | st.sampled_from([768, 900]), st.integers(1, 150),
-    st.sampled_from([1, 8, 72, 511, 512, 513, 1100]), st.booleans(), st.integers(0, 9),
+    st.sampled_from([1, 8, 72, 511, 512, 513, 1100, 2049]), st.booleans(), st.integers(0, 9),
 )  # fmt: skip
 @quick
 def test_linear_equals_float64_and_rows_stand_alone(
@@ -343,6 +343,17 @@ def test_linear_equals_float64_and_rows_stand_alone(
     assert torch.equal(cpu.linear(x, panels, added, torch.float32).to(dtype), out)
     for begin, end in ((0, 1), (rows // 2, rows), (rows // 3, rows // 3 + 7)):
         assert torch.equal(cpu.linear(x[begin:end].contiguous(), panels, added), out[begin:end])
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_linear_bits_do_not_depend_on_threads(dtype: torch.dtype, restore_threads: None) -> None:
+    x, panels = torch.randn(1000, 301).to(dtype), cpu.Panels(torch.randn(500, 301).to(dtype))
+    results = []
+    for threads in (1, 2, 3, 8):
+        torch.set_num_threads(threads)
+        results.append(cpu.linear(x, panels))
+    assert all(torch.equal(results[0], other) for other in results[1:])
 
 
 @needs_kernels
