@@ -134,7 +134,7 @@ class Decoder:
         normed: Tensor = ops.add_rms_norm(hidden, residual, next_norm, eps)
         return normed
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [N, V] float32 of hidden states [N, H]."""
-        logits: Tensor = self.ops.linear(hidden, self.head.weight, self.head.bias, torch.float32)
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Logits [N, V] float32 of hidden states [N, H]; ``out``: where to write them."""
+        logits: Tensor = self.ops.linear(hidden, self.head.weight, self.head.bias, torch.float32, out)
         return logits

@@ -26,9 +26,17 @@ class Linear(Protocol):
     """The product of a backend."""
 
     def __call__(
-        self, x: Tensor, weight: Weight, bias: Tensor | None = None, dtype: torch.dtype | None = None
+        self,
+        x: Tensor,
+        weight: Weight,
+        bias: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """``x`` [T, K] times ``weight`` [N, K] transposed, plus ``bias`` [N]; returns [T, N] of ``dtype`` (x's)."""
+        """``x`` [T, K] times ``weight`` [N, K] transposed, plus ``bias`` [N].
+
+        Returns [T, N] of ``dtype`` (x's), or ``out``, which is like that, with the product written there.
+        """
 
 
 def by_weight(*, dense: ModuleType, int8: ModuleType) -> tuple[Packer, Linear]:
@@ -39,8 +47,14 @@ def by_weight(*, dense: ModuleType, int8: ModuleType) -> tuple[Packer, Linear]:
         packed: Packed | None = modules[type(weight)].pack(weight)
         return packed
 
-    def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        product: Tensor = modules[type(weight)].linear(x, weight, bias, dtype or x.dtype)
+    def linear(
+        x: Tensor,
+        weight: Weight,
+        bias: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        product: Tensor = modules[type(weight)].linear(x, weight, bias, dtype or x.dtype, out)
         return product
 
     return pack, linear

@@ -15,11 +15,11 @@ __all__ = ["linear", "pack"]
 _ROWS = 64  # rows of one matrix product
 
 
-def linear(x: Tensor, weight: Dense, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def linear(x: Tensor, weight: Dense, bias: Tensor | None, dtype: torch.dtype, out: Tensor | None) -> Tensor:
     """See `by_weight.Linear`."""
-    n = len(x)
-    padded = functional.pad(x, (0, 0, 0, -n % _ROWS))
-    out = x.new_empty(len(padded), weight.shape[0], dtype=dtype)
-    for begin in range(0, len(padded), _ROWS):
-        out[begin : begin + _ROWS] = dense_torch.linear(padded[begin : begin + _ROWS], weight, bias, dtype)
-    return out[:n]
+    padded = functional.pad(x, (0, 0, 0, -len(x) % _ROWS))
+    out = x.new_empty(len(x), weight.shape[0], dtype=dtype) if out is None else out
+    for begin in range(0, len(x), _ROWS):
+        tile = out[begin : begin + _ROWS]
+        tile.copy_(dense_torch.linear(padded[begin : begin + _ROWS], weight, bias, dtype, None)[: len(tile)])
+    return out

@@ -14,8 +14,8 @@ def pack(weight: Dense) -> cpu.Panels:
     return cpu.Panels(weight.dequantize())
 
 
-def linear(x: Tensor, weight: Dense, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def linear(x: Tensor, weight: Dense, bias: Tensor | None, dtype: torch.dtype, out: Tensor | None) -> Tensor:
     """See `by_weight.Linear`; the weight is one that `pack` laid out."""
     assert isinstance(weight.packed, cpu.Panels)
-    product: Tensor = cpu.linear(x, weight.packed, bias, dtype)
+    product: Tensor = cpu.linear(x, weight.packed, bias, dtype, out)
     return product

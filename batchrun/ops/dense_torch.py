@@ -24,11 +24,12 @@ def pack(weight: Dense) -> Tensor | None:
     return packed
 
 
-def linear(x: Tensor, weight: Dense, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def linear(x: Tensor, weight: Dense, bias: Tensor | None, dtype: torch.dtype, out: Tensor | None) -> Tensor:
     """See `by_weight.Linear`."""
     packed = weight.packed
-    if not isinstance(packed, Tensor):
-        return functional.linear(x, weight.dequantize(), bias).to(dtype)
-    wide_bias = bias if bias is None else bias.to(packed.dtype)
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(x.to(packed.dtype), packed, wide_bias, "none", [], "")
-    return product.to(dtype)
+    if isinstance(packed, Tensor):
+        wide_bias = bias if bias is None else bias.to(packed.dtype)
+        product = torch.ops.mkldnn._linear_pointwise(x.to(packed.dtype), packed, wide_bias, "none", [], "")
+    else:
+        product = functional.linear(x, weight.dequantize(), bias)
+    return product.to(dtype) if out is None else out.copy_(product)

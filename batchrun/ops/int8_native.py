@@ -14,8 +14,8 @@ def pack(weight: Int8) -> cpu.Int8Panels:
     return cpu.Int8Panels(weight.values, weight.scales)
 
 
-def linear(x: Tensor, weight: Int8, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def linear(x: Tensor, weight: Int8, bias: Tensor | None, dtype: torch.dtype, out: Tensor | None) -> Tensor:
     """See `by_weight.Linear`; the weight is one that `pack` laid out."""
     assert isinstance(weight.packed, cpu.Int8Panels)
-    product: Tensor = cpu.linear_int8(x, weight.packed, bias, dtype)
+    product: Tensor = cpu.linear_int8(x, weight.packed, bias, dtype, out)
     return product

@@ -18,12 +18,13 @@ def pack(weight: Int8) -> None:
     """The weight stays as it is stored."""
 
 
-def linear(x: Tensor, weight: Int8, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def linear(x: Tensor, weight: Int8, bias: Tensor | None, dtype: torch.dtype, out: Tensor | None) -> Tensor:
     """See `by_weight.Linear`. A row with anything that is not finite gives NaN."""
     integers, scales = round_rows(x, largest_integer(weight.shape[1]))
     total = integers.double() @ weight.values.double().T  # exact, in whatever order
     product = total.float() * scales[:, None] * weight.scales
-    return (product if bias is None else product + bias.float()).to(dtype)
+    product = product if bias is None else product + bias.float()
+    return product.to(dtype) if out is None else out.copy_(product)
 
 
 def largest_integer(depth: int) -> int:

@@ -53,7 +53,11 @@ def test_linear(
     weight = quantize(torch.randn(shape).to(dtype))
     weight.pack(ops.pack)
     bias = torch.randn(shape[0]).to(dtype)
-    assert rows_are_alone(lambda x: ops.linear(x, weight, bias), torch.randn(130, shape[1]).to(dtype))
+    x = torch.randn(130, shape[1]).to(dtype)
+    assert rows_are_alone(lambda x: ops.linear(x, weight, bias), x)
+    product, out = ops.linear(x, weight, bias, torch.float32), torch.full((130, shape[0]), torch.nan)
+    assert ops.linear(x, weight, bias, torch.float32, out) is out
+    assert torch.equal(out, product)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -86,7 +86,7 @@ def test_linear_equals_float64_and_the_twin_and_rows_stand_alone(
     expected = product + (bias.double() if bias is not None else 0)
     size = product.abs() + expected.abs()  # what rounding is relative to
     assert ((out.double() - expected).abs() <= size * 2e-7 + expected.abs() * ROUNDING[out_dtype]).all()
-    assert equal(out, int8_torch.linear(x, weight, bias, out_dtype))
+    assert equal(out, int8_torch.linear(x, weight, bias, out_dtype, None))
     for begin, end in ((0, 1), (rows // 2, rows), (rows // 3, rows // 3 + 7)):
         assert equal(native(x[begin:end].contiguous(), weight, bias, out_dtype), out[begin:end])
     order = torch.randperm(rows)
@@ -128,7 +128,7 @@ def test_the_largest_sums_are_exact(k: int) -> None:
     ones[1] = -1
     weight = Int8(torch.full((3, k), 127, dtype=torch.int8), torch.tensor([1.0, 0.5, 2.0]), torch.float32)
     weight.values[1] = -127
-    expected = int8_torch.linear(ones, weight, None, torch.float32)
+    expected = int8_torch.linear(ones, weight, None, torch.float32, None)
     assert equal(native(ones, weight), expected)
     sums = torch.tensor([127.0, -63.5, 254.0]) * k
     torch.testing.assert_close(expected, torch.stack([sums, -sums]))
@@ -145,7 +145,7 @@ def test_nan_and_infinity_stay_in_their_rows_and_zeros_are_exact(dtype: torch.dt
     x[4, 76], x[5, 0], x[9, 30] = torch.nan, torch.inf, -torch.inf
     x[7] = torch.full((77,), 0x7FC01234, dtype=torch.int32).view(torch.float32).to(dtype)  # NaN with a payload
     out = native(x, weight, bias)
-    assert equal(out, int8_torch.linear(x, weight, bias, dtype))
+    assert equal(out, int8_torch.linear(x, weight, bias, dtype, None))
     assert out[[4, 5, 7, 9]].isnan().all()
     assert torch.equal(out[[2, 3]], bias.expand(2, -1))
     kept = [0, 1, 6, 8]
