@@ -17,9 +17,9 @@
 
 namespace {
 
-constexpr int COLUMNS = 2 * W, ROWS = REGISTERS == 32 ? 12 : 6;
+constexpr int VECTORS = REGISTERS == 32 ? 3 : 2, COLUMNS = VECTORS * W, ROWS = REGISTERS == 32 ? 8 : 6;
 constexpr int DEPTH = W == 16 ? 1024 : 512;  // words of factors whose panel stays in a cache while rows meet it
-constexpr int STRIP = 192;                   // rows that meet a panel while it stays in the second-level cache
+constexpr int STRIP = 192;                   // rows that stay in the second-level cache while panels meet them
 static_assert(STRIP % ROWS == 0, "");
 
 // What the elements of a panel are multiplied as: bf16 as fp32 where no instruction multiplies it.
@@ -29,6 +29,8 @@ using Factor = std::conditional_t<std::is_same<P, bf16>::value && !MULTIPLIES_BF
 // Words of the factors that a word of the panel holds.
 template <class P>
 constexpr int FACTORS = PER_WORD<P> / PER_WORD<Factor<P>>;
+
+constexpr int64_t divide_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
 
 template <class T, class Out, class Panel = T>
 struct Linear {
@@ -45,10 +47,8 @@ struct Linear {
     int words() const { return (k + PER_WORD<P> - 1) / PER_WORD<P>; }  // of a column
     int width() const { return words() * FACTORS<P>; }                 // words of an interleaved row
     int n_panels() const { return (n + COLUMNS - 1) / COLUMNS; }
-    int64_t n_strips() const { return (rows + STRIP - 1) / STRIP; }
-    int64_t strip_rows(int64_t strip) const { return std::min<int64_t>(STRIP, rows - strip * STRIP); }
 
-    // Makes products, before the bias, of the sums of a row of `count` interleaved ones.
+    // What makes products, before the bias, of the sums of one of `count` interleaved rows.
     auto products(const int32_t*, int, int) const {
         return [](const float* sums, int, auto) { return load(sums); };
     }
@@ -108,35 +108,32 @@ void interleave(const Linear<T, Out>& l, int64_t first, int count, int32_t* out)
 // sums[r] += x[r] * panel over some words, for R interleaved rows of words of F.
 template <int R, class F, class P, class Sum>
 void multiply(const int32_t* x, const P* panel, int words, Sum* sums) {
-    std::conditional_t<std::is_same<Sum, float>::value, vec, ivec> total[R][2];
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-        total[r][0] = load(sums + r * COLUMNS);
-        total[r][1] = load(sums + r * COLUMNS + W);
-    }
-    auto add = [&](ivec left, ivec right) {
+    std::conditional_t<std::is_same<Sum, float>::value, vec, ivec> total[R][VECTORS];
+#pragma GCC unroll 32
+    for (int i = 0; i < R * VECTORS; ++i) total[i / VECTORS][i % VECTORS] = load(sums + i * W);
+    auto add = [&](const ivec (&row)[VECTORS]) {
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
             ivec value = splat_word(x + r);
-            total[r][0] = dot<F>(value, left, total[r][0]);
-            total[r][1] = dot<F>(value, right, total[r][1]);
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; ++v) total[r][v] = dot<F>(value, row[v], total[r][v]);
         }
         x += R;
     };
     for (int i = 0; i < words; ++i, panel += COLUMNS * PER_WORD<P>) {
-        ivec left = load_words(panel), right = load_words(panel + W * PER_WORD<P>);
+        ivec row[VECTORS], half[VECTORS];
+        for (int v = 0; v < VECTORS; ++v) row[v] = load_words(panel + v * W * PER_WORD<P>);
         if constexpr (PER_WORD<F> == PER_WORD<P>) {
-            add(left, right);
+            add(row);
         } else {
-            add(bit_cast<ivec>(low(left)), bit_cast<ivec>(low(right)));
-            add(bit_cast<ivec>(high(left)), bit_cast<ivec>(high(right)));
+            for (int v = 0; v < VECTORS; ++v) half[v] = bit_cast<ivec>(low(row[v]));
+            add(half);
+            for (int v = 0; v < VECTORS; ++v) half[v] = bit_cast<ivec>(high(row[v]));
+            add(half);
         }
     }
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-        store(sums + r * COLUMNS, total[r][0]);
-        store(sums + r * COLUMNS + W, total[r][1]);
-    }
+#pragma GCC unroll 32
+    for (int i = 0; i < R * VECTORS; ++i) store(sums + i * W, total[i / VECTORS][i % VECTORS]);
 }
 
 // `multiply` for a number of rows that is known only now, 1 to ROWS.
@@ -156,12 +153,11 @@ inline void widen(const bf16* panel, int words, float* wide) {
         }
 }
 
-// One strip's rows, `x` holding them interleaved, against one panel.
+// Rows [first, first + rows), `x` holding them interleaved, against one panel.
 template <class L>
-void multiply_panel(const L& l, int64_t strip, int panel, const int32_t* x) {
+void multiply_panel(const L& l, int64_t first, int rows, int panel, const int32_t* x) {
     using P = typename L::P;
     using F = Factor<P>;
-    int rows = int(l.strip_rows(strip));
     alignas(64) typename L::Sum sums[STRIP * COLUMNS];
     std::fill_n(sums, rows * COLUMNS, typename L::Sum{});
     for (int from = 0; from < l.words(); from += DEPTH / FACTORS<P>) {
@@ -174,7 +170,7 @@ void multiply_panel(const L& l, int64_t strip, int panel, const int32_t* x) {
             }
         };
         const P* block = l.panels + (size_t(panel) * l.words() + from) * COLUMNS * PER_WORD<P>;
-        if constexpr (!std::is_same<F, P>::value) {
+        if constexpr (FACTORS<P> > 1) {
             if (rows > ROWS) {
                 alignas(64) float wide[DEPTH * COLUMNS];
                 widen(block, words, wide);
@@ -188,7 +184,7 @@ void multiply_panel(const L& l, int64_t strip, int panel, const int32_t* x) {
     for (int row = 0; row < rows; ++row) {
         int group = row / ROWS * ROWS, count = std::min(ROWS, rows - group);
         auto product = l.products(x + size_t(group) * l.width(), row - group, count);
-        for_each_vec(columns, [&, from = sums + row * COLUMNS, to = l.out + (strip * STRIP + row) * l.n + column](
+        for_each_vec(columns, [&, from = sums + row * COLUMNS, to = l.out + (first + row) * l.n + column](
                                   int i, auto get, auto put) {
             vec value = product(from + i, column + i, get);
             put(to + i, l.bias ? value + get(l.bias + column + i) : value);
@@ -196,26 +192,38 @@ void multiply_panel(const L& l, int64_t strip, int panel, const int32_t* x) {
     }
 }
 
-// Some rows, `x` being room for them.
+// Some rows, `x` being room for them. Where every thread gets many, it interleaves those that it multiplies; else the
+// panels are shared out.
 template <class L>
 void multiply_rows(const L& l, int32_t* x) {
-    constexpr int PANELS = 4;              // that a thread takes at a time
     constexpr int64_t WORTH_IT = 1 << 20;  // multiply-adds below which the other threads are not woken
-    int64_t groups = (l.rows + ROWS - 1) / ROWS;
-    int takes = (l.n_panels() + PANELS - 1) / PANELS;
-#pragma omp parallel num_threads(l.threads) if (l.rows * l.n * l.k > WORTH_IT)
-    {
-#pragma omp for schedule(static)
-        for (int64_t group = 0; group < groups; ++group)
-            interleave(l, group * ROWS, int(std::min<int64_t>(ROWS, l.rows - group * ROWS)),
-                       x + group * ROWS * l.width());
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t work = 0; work < l.n_strips() * takes; ++work) {
-            int64_t strip = work / takes;
-            int first = int(work % takes) * PANELS, end = std::min(first + PANELS, l.n_panels());
-            const int32_t* strip_x = x + strip * STRIP * l.width();
-            for (int panel = first; panel < end; ++panel) multiply_panel(l, strip, panel, strip_x);
+    constexpr int MANY = 16 * ROWS;
+    const bool worth_it = l.rows * l.n * l.k > WORTH_IT;
+    auto some = [&](int64_t first, int64_t most) { return int(std::min(most, l.rows - first)); };
+    auto x_of = [&](int64_t row) { return x + row * l.width(); };
+    if (l.rows >= l.threads * MANY) {
+        int64_t n_strips = divide_up(divide_up(l.rows, STRIP), l.threads) * l.threads;
+        int64_t strip = divide_up(divide_up(l.rows, n_strips), ROWS) * ROWS;
+#pragma omp parallel for schedule(static) num_threads(l.threads) if (worth_it)
+        for (int64_t first = 0; first < l.rows; first += strip) {
+            int rows = some(first, strip);
+            for (int row = 0; row < rows; row += ROWS)
+                interleave(l, first + row, std::min(ROWS, rows - row), x_of(first + row));
+            for (int panel = 0; panel < l.n_panels(); ++panel) multiply_panel(l, first, rows, panel, x_of(first));
         }
+        return;
+    }
+#pragma omp parallel for schedule(static) num_threads(l.threads) if (worth_it && l.rows > ROWS)
+    for (int64_t row = 0; row < l.rows; row += ROWS) interleave(l, row, some(row, ROWS), x_of(row));
+    // Neighbouring panels are taken together while enough are left to share out.
+    int64_t n_strips = divide_up(l.rows, STRIP), n_panels = l.n_panels();
+    int64_t at_once = std::clamp<int64_t>(n_strips * n_panels / (8 * l.threads), 1, 4);
+    int64_t takes = divide_up(n_panels, at_once);
+#pragma omp parallel for schedule(dynamic, 1) num_threads(l.threads) if (worth_it)
+    for (int64_t work = 0; work < n_strips * takes; ++work) {
+        int64_t first = work / takes * STRIP, panel = work % takes * at_once;
+        for (int64_t end = std::min(panel + at_once, n_panels); panel < end; ++panel)
+            multiply_panel(l, first, some(first, STRIP), int(panel), x_of(first));
     }
 }
 
