@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from batchrun.engine.request import Request, Step, StepRow
-from batchrun.ops.attention_batch import AttentionBatch
+from batchrun.ops.attention_batch import AttentionBatch, LastTokens
 from batchrun.sampling import SamplingParams
 
 
@@ -45,8 +45,8 @@ class Batch:
     token_rows: Tensor  # [T] int64: row of the token buffer
     positions: Tensor  # [T] int64
     groups: list[AttentionBatch]
-    logit_rows: Tensor  # [S] int64: tokens whose logits are sampled from
-    samples: list[SampleRow]  # S of them
+    sampled: LastTokens  # whose logits are sampled from, S of them
+    samples: list[SampleRow]  # S
     scored: list[ScoredRow | None]  # one per row of the step
 
 
@@ -60,7 +60,8 @@ def build_batch(step: Step, block_size: int, n_groups: int) -> Batch:
     row_of_token = np.repeat(np.arange(len(rows)), counts)
     positions = np.arange(int(ends[-1])) - (firsts - starts)[row_of_token]
     buffer_rows = np.array([row.request.slot for row in rows])
-    cu_q = torch.from_numpy(np.concatenate(([0], ends)).astype(np.int32))
+    samples = np.array([row.samples for row in rows])
+    cu_q = _running(counts)
     kv_len = torch.from_numpy((starts + counts).astype(np.int32))
     groups = []
     for group in range(n_groups):
@@ -72,10 +73,15 @@ def build_batch(step: Step, block_size: int, n_groups: int) -> Batch:
         token_rows=torch.from_numpy(buffer_rows[row_of_token]),
         positions=torch.from_numpy(positions),
         groups=groups,
-        logit_rows=torch.from_numpy(ends[[row.samples for row in rows]] - 1),
+        sampled=LastTokens(torch.from_numpy(ends[samples] - 1), _running(samples)),
         samples=[_sample_row(row.request, row.start + row.n) for row in rows if row.samples],
         scored=[_scored_row(row, first) for row, first in zip(rows, firsts.tolist(), strict=True)],
     )
+
+
+def _running(counts: np.ndarray) -> Tensor:
+    """The sums of the first 0 to B of B counts: int32 [B + 1]."""
+    return torch.from_numpy(np.concatenate(([0], counts.cumsum())).astype(np.int32))
 
 
 def _block_table(held: Sequence[array[int]]) -> np.ndarray:

@@ -19,7 +19,7 @@ from batchrun.engine.batch import Batch, ScoredRow
 from batchrun.engine.request import StepOutput
 from batchrun.engine.sampler import logprobs, sample
 from batchrun.models.decoder import Decoder, KVCache
-from batchrun.ops.attention_batch import AttentionBatch
+from batchrun.ops.attention_batch import AttentionBatch, LastTokens
 
 _CACHE_LINE = 64  # bytes
 _LOGIT_ROWS = 256  # rows of logits that exist at once while prompts are scored
@@ -71,12 +71,15 @@ class Executor:
             AttentionBatch(g.cu_q.to(self.device), g.kv_len.to(self.device), g.block_table.to(self.device),
                       g.slots.to(self.device)) for g in batch.groups
         ]  # fmt: skip
-        hidden = self.model.forward(ids, positions, groups, self.caches)
+        sampled = LastTokens(batch.sampled.tokens.to(self.device), batch.sampled.cu_q.to(self.device))
+        all_wanted = len(sampled.tokens) == len(ids) or any(batch.scored)
+        hidden = self.model.forward(ids, positions, groups, self.caches, None if all_wanted else sampled)
         scored = [self._score(hidden, row) if row else [] for row in batch.scored]
         if not batch.samples:
             return StepOutput([], [], scored)
-        wanted = hidden[batch.logit_rows.to(self.device)]
-        logits = self.model.logits(wanted, self._room_for_logits(len(wanted)))
+        if len(hidden) > len(batch.samples):
+            hidden = hidden[sampled.tokens]
+        logits = self.model.logits(hidden, self._room_for_logits(len(hidden)))
         top = [row.params.logprobs for row in batch.samples]
         raw = logits.clone() if any(count is not None for count in top) else logits
         chosen = sample(logits, batch.samples, self.tokens, self.model.ops)

@@ -6,7 +6,7 @@ The forward pass is packed: the tokens of all rows lie one after the other; only
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from batchrun.models.config import ModelConfig
 from batchrun.models.rope import rope_table
-from batchrun.ops.attention_batch import AttentionBatch
+from batchrun.ops.attention_batch import AttentionBatch, LastTokens
 from batchrun.weights.formats import Weight
 from batchrun.weights.load import Loader
 
@@ -93,17 +93,25 @@ class Decoder:
         )
 
     def forward(
-        self, ids: Tensor, positions: Tensor, groups: Sequence[AttentionBatch], caches: Sequence[KVCache]
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        groups: Sequence[AttentionBatch],
+        caches: Sequence[KVCache],
+        wanted: LastTokens | None = None,
     ) -> Tensor:
-        """Hidden states [T, H] of packed tokens ``ids`` [T] at ``positions`` [T], after the final norm.
+        """Hidden states, after the final norm, of packed tokens ``ids`` [T] at ``positions`` [T]: [T, H].
 
         Writes the tokens' keys and values into ``caches``, one a layer; ``groups`` stand in the order of `windows`.
+        With ``wanted``, returns the hidden states of those tokens alone, [S, H]: of the others the last layer computes
+        keys and values, for nothing else of it is ever read.
         """
         residual = self.embedding.rows(ids)
         hidden: Tensor = self.ops.rms_norm(residual, self.layers[0].input_norm, self.config.norm_eps)
         following = [layer.input_norm for layer in self.layers[1:]] + [self.norm]
         for layer, next_norm, cache in zip(self.layers, following, caches, strict=True):
-            hidden = self.run_layer(layer, next_norm, hidden, residual, positions, groups[layer.group], cache)
+            kept = wanted if layer is self.layers[-1] else None
+            hidden = self.run_layer(layer, next_norm, hidden, residual, positions, groups[layer.group], cache, kept)
         return hidden
 
     def run_layer(
@@ -115,10 +123,11 @@ class Decoder:
         positions: Tensor,
         batch: AttentionBatch,
         cache: KVCache,
+        wanted: LastTokens | None = None,
     ) -> Tensor:
         """One layer, from its normed input ``hidden`` [T, H] to that of the next, whose norm is ``next_norm``.
 
-        Adds to ``residual`` [T, H] in place and writes the layer's own ``cache``.
+        Writes the layer's own ``cache``. Adds to ``residual`` [T, H] in place, or to a copy of the tokens ``wanted``.
         """
         ops, eps = self.ops, self.config.norm_eps
         keys, values = cache.keys, cache.values
@@ -126,6 +135,8 @@ class Decoder:
         q = ops.rope_kv_write(
             qkv, self.cos_sin, positions, batch.slots, keys, values, q_norm=layer.q_norm, k_norm=layer.k_norm, eps=eps
         )
+        if wanted is not None:
+            q, residual, batch = q[wanted.tokens], residual[wanted.tokens], replace(batch, cu_q=wanted.cu_q)
         attended = ops.attention(q, keys, values, batch, scale=self.config.head_dim**-0.5, window=layer.window)
         hidden = ops.linear(attended.flatten(1), layer.output.weight, layer.output.bias)
         hidden = ops.add_rms_norm(hidden, residual, layer.mlp_norm, eps)

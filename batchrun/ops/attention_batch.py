@@ -18,3 +18,11 @@ class AttentionBatch:
     kv_len: Tensor  # [B]
     block_table: Tensor  # [B, P] block ids; entries past a row's length, or behind its window, are 0
     slots: Tensor  # [T] int64, block * block_size + offset: where each token's KV goes
+
+
+@dataclass(frozen=True, slots=True)
+class LastTokens:
+    """The last tokens of some rows of a step, in order: those whose hidden states are wanted."""
+
+    tokens: Tensor  # [S] int64
+    cu_q: Tensor  # int32 [B + 1]: running count of them

@@ -91,6 +91,7 @@ class Panels:
 
     def __init__(self, weight: Tensor) -> None:
         n, k = _floats("weight", weight, 2)
+        _require(k > 0, "the weight has no columns")
         self.data = _pack(weight, 4 // weight.element_size())
         self.shape = (n, k)
 

@@ -195,7 +195,7 @@ void soften(const Attention& a, const Scratch<C>& s, Partial& state, int line) {
         Range keys = s.ranges[line + r];
         vec sums{};
         for (int i = keys.begin / W * W; i < keys.end; i += W) {
-            vec p = exp(load(s.scores + r * TILE + i) - base[r]);
+            vec p = exp_as<C>(load(s.scores + r * TILE + i) - base[r]);
             store(s.probabilities + r * TILE + i, p);
             sums += p;
         }

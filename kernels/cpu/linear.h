@@ -105,12 +105,13 @@ void interleave(const Linear<T, Out>& l, int64_t first, int count, int32_t* out)
     }
 }
 
-// sums[r] += x[r] * panel over some words, for R interleaved rows of words of F.
+// sums[r] += x[r] * panel over some words, for R interleaved rows of words of F; `fresh` sums are taken for zero.
 template <int R, class F, class P, class Sum>
-void multiply(const int32_t* x, const P* panel, int words, Sum* sums) {
-    std::conditional_t<std::is_same<Sum, float>::value, vec, ivec> total[R][VECTORS];
+void multiply(const int32_t* x, const P* panel, int words, bool fresh, Sum* sums) {
+    std::conditional_t<std::is_same<Sum, float>::value, vec, ivec> total[R][VECTORS] = {};
+    if (!fresh)
 #pragma GCC unroll 32
-    for (int i = 0; i < R * VECTORS; ++i) total[i / VECTORS][i % VECTORS] = load(sums + i * W);
+        for (int i = 0; i < R * VECTORS; ++i) total[i / VECTORS][i % VECTORS] = load(sums + i * W);
     auto add = [&](const ivec (&row)[VECTORS]) {
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
@@ -138,9 +139,9 @@ void multiply(const int32_t* x, const P* panel, int words, Sum* sums) {
 
 // `multiply` for a number of rows that is known only now, 1 to ROWS.
 template <class F, int R = ROWS, class P, class Sum>
-void multiply_some(int rows, const int32_t* x, const P* panel, int words, Sum* sums) {
-    if (rows == R) return multiply<R, F>(x, panel, words, sums);
-    if constexpr (R > 1) multiply_some<F, R - 1>(rows, x, panel, words, sums);
+void multiply_some(int rows, const int32_t* x, const P* panel, int words, bool fresh, Sum* sums) {
+    if (rows == R) return multiply<R, F>(x, panel, words, fresh, sums);
+    if constexpr (R > 1) multiply_some<F, R - 1>(rows, x, panel, words, fresh, sums);
 }
 
 // Some words of a panel as fp32 factors.
@@ -159,14 +160,13 @@ void multiply_panel(const L& l, int64_t first, int rows, int panel, const int32_
     using P = typename L::P;
     using F = Factor<P>;
     alignas(64) typename L::Sum sums[STRIP * COLUMNS];
-    std::fill_n(sums, rows * COLUMNS, typename L::Sum{});
     for (int from = 0; from < l.words(); from += DEPTH / FACTORS<P>) {
         int words = std::min(DEPTH / FACTORS<P>, l.words() - from);
         auto multiply_block = [&](const auto* block, int words) {
             for (int row = 0; row < rows; row += ROWS) {
                 int count = std::min(ROWS, rows - row);
                 const int32_t* values = x + size_t(row) * l.width() + size_t(from) * FACTORS<P> * count;
-                multiply_some<F>(count, values, block, words, sums + row * COLUMNS);
+                multiply_some<F>(count, values, block, words, from == 0, sums + row * COLUMNS);
             }
         };
         const P* block = l.panels + (size_t(panel) * l.words() + from) * COLUMNS * PER_WORD<P>;

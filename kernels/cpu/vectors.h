@@ -272,6 +272,24 @@ inline vec exp(vec x) {
 
 inline float exp(float x) { return exp(splat(x))[0]; }
 
+// e^x of x <= 0, to be rounded to T.
+template <class T>
+inline vec exp_as(vec x) {
+    return exp(x);
+}
+
+#if defined(__AVX512F__)
+template <>
+inline vec exp_as<bf16>(vec x) {  // relative error 1e-4: the best cubic for 2^f, |f| <= 1/2, found numerically
+    constexpr float LOWEST = -104.0f, LOG2_E = 1.44269504f;
+    vec c = (vec)_mm512_max_ps((__m512)splat(LOWEST), (__m512)x);
+    vec n = (vec)_mm512_roundscale_ps((__m512)(c * LOG2_E), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    vec f = fma(c, splat(LOG2_E), -n);
+    vec p = fma(fma(fma(splat(0.05500866f), f, splat(0.24221057f)), f, splat(0.69328291f)), f, splat(1.0f));
+    return (vec)_mm512_scalef_ps((__m512)p, (__m512)n);
+}
+#endif
+
 // Absolute error about 1e-7, which is what a soft cap needs.
 inline vec tanh(vec x) { return 1.0f - 2.0f / (exp(2.0f * x) + 1.0f); }
 

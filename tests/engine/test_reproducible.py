@@ -163,6 +163,9 @@ def runs(path: Path, ops: ModuleType, dtype: torch.dtype, *, packed: bool, count
         max_num_seqs=9,
     )  # fmt: skip
     results["small pool"] = run(make_requests(count), n_blocks=40)
+    scored = request(count, [7] * 50, SAMPLED[0].override({"prompt_logprobs": 1}))
+    results["beside a scored prompt"] = run([*make_requests(count), scored])
+    del results["beside a scored prompt"][count]
     resumed = []
     for fresh in make_requests(count):
         tokens, logprobs = results["whole"][fresh.key]
