@@ -102,4 +102,6 @@ def _scored_row(row: StepRow, first: int) -> ScoredRow | None:
     if request.params.prompt_logprobs is None:
         return None
     targets = request.tokens[row.start + 1 : min(row.start + row.n + 1, request.n_prompt)]
+    if not targets:
+        return None
     return ScoredRow(first, len(targets), targets, request.params.prompt_logprobs)

@@ -76,7 +76,8 @@ def measure(decoder: Decoder) -> tuple[dict[int, float], dict[int, float]]:
     row = torch.randn(decoder.config.hidden_size, generator=random).to(decoder.norm.dtype)
     hidden, residual = (row.repeat(max(SIZES), 1) for _ in range(2))
     sizes = [size for size in HEAD_SIZES if logits_fit(size, decoder.config.vocab_size)]
-    head = {size: partial(decoder.logits, hidden[:size]) for size in sizes}
+    room = torch.empty((max(sizes), decoder.config.vocab_size), dtype=torch.float32)
+    head = {size: partial(decoder.logits, hidden[:size], room[:size]) for size in sizes}
     return (
         _least_seconds(_layer_work(decoder, hidden, residual), _LAYER_SECONDS),
         _least_seconds(head, _HEAD_SECONDS),

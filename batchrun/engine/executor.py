@@ -51,7 +51,8 @@ class Executor:
         shape = (n_blocks, config.n_kv_heads, 2, block_size, config.head_dim)
         self.caches = [KVCache(*_zeros(shape, dtype, device).unbind(2)) for _ in model.layers]
         self.tokens = _zeros((max_num_seqs, max_model_len), torch.int64, device)
-        self._logits = torch.empty(0)
+        # Of every step: on a CPU, new memory would have to be cleared first.
+        self._logits = torch.empty((max_num_seqs, config.vocab_size), dtype=torch.float32, device=device)
         self._stream = ThreadPoolExecutor(1, "executor", initializer=use_threads, initargs=(num_threads,))
 
     def launch(self, batch: Batch) -> Future[StepOutput]:
@@ -79,7 +80,7 @@ class Executor:
             return StepOutput([], [], scored)
         if len(hidden) > len(batch.samples):
             hidden = hidden[sampled.tokens]
-        logits = self.model.logits(hidden, self._room_for_logits(len(hidden)))
+        logits = self.model.logits(hidden, self._logits[: len(hidden)])
         top = [row.params.logprobs for row in batch.samples]
         raw = logits.clone() if any(count is not None for count in top) else logits
         chosen = sample(logits, batch.samples, self.tokens, self.model.ops)
@@ -88,13 +89,6 @@ class Executor:
             min=0
         )
         return StepOutput(chosen.tolist(), logprobs(raw, chosen.clamp(min=0), top), scored)
-
-    def _room_for_logits(self, rows: int) -> Tensor:
-        """Float32 [rows, V], valid until the next call: new memory for each step would have to be cleared first."""
-        if rows > len(self._logits):
-            self._logits = torch.empty(0)  # not beside the larger one
-            self._logits = torch.empty((rows, self.model.config.vocab_size), device=self.device)
-        return self._logits[:rows]
 
     def _score(self, hidden: Tensor, row: ScoredRow) -> list[TokenLogprob]:
         """Log-probabilities of a run of prompt tokens, a bounded number of logit rows at a time."""

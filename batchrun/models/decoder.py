@@ -45,7 +45,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """Keys and values of one layer: ``[n_blocks, HKV, block_size, D]`` each."""
+    """Keys and values of one layer: ``[n_blocks, HKV, block_size, D]`` each, in the backend's order within a head."""
 
     keys: Tensor
     values: Tensor

@@ -129,7 +129,7 @@ def _pack(weight: Tensor, per_word: int) -> Tensor:
     n, k = weight.shape
     words, columns = -(-k // per_word), _library().batchrun_panel_columns()
     data = torch.empty(-(-n // columns), words, columns, per_word, dtype=weight.dtype)
-    padded = functional.pad(weight, (0, words * per_word - k))
+    padded = functional.pad(weight, (0, words * per_word - k)) if k % per_word else weight
     _call("batchrun_pack", padded, data, n, words, weight.dtype is torch.int8)
     return data
 
@@ -151,7 +151,7 @@ def takes(dtype: torch.dtype, head_dim: int) -> bool:
 
 @cache
 def version() -> str:
-    """Names what the kernels compute: equal where results are equal to the bit, on processors of one vector width."""
+    """Names what the kernels compute: equal where results are equal to the bit, on one kind of processor."""
     products = "bf16" if _library().batchrun_multiplies_bf16() else "fp32"  # of bfloat16
     return f"{hashlib.blake2b(build.sources(), digest_size=6).hexdigest()}-{products}"
 

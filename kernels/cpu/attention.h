@@ -177,7 +177,7 @@ float scale_scores(const Attention& a, float* scores, Range keys) {
 }
 
 // Turns scores of lines [line, line + R) into probabilities relative to their running maxima, and moves their state to
-// those.
+// those. The state of a line that sees no key here does not change: its decay is exactly 1, or it was empty.
 template <int R, class C>
 void soften(const Attention& a, const Scratch<C>& s, Partial& state, int line) {
     constexpr int LANES = round_up(R, W);  // a lane is a line

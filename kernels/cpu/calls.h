@@ -2,7 +2,7 @@
 //
 // The contract that shapes all of them: the bits of one token's result depend on that token's own inputs and position
 // alone, never on its neighbours in the batch, on how its request was cut into chunks, on where its blocks lie or on
-// the number of threads. So every sum has one fixed order: a dot product runs over its dimension in ascending order,
+// the number of threads. So every sum has one fixed order: a dot product runs over its dimension in ascending order (by words, see vectors.h),
 // keys are visited in ascending order in tiles and splits that are aligned to position 0, and register blocking
 // only decides how many such independent chains run side by side. Fused multiply-adds are explicit and the build turns
 // contraction off (-ffp-contract=off), so that no two instances of a template can round differently.

@@ -57,7 +57,7 @@ struct Linear {
 // Lays a weight [n, words] out in panels.
 template <class Word>
 void pack(const Word* weight, Word* panels, int n, int words, int threads) {
-    constexpr int BLOCK = 16;  // words of a column that are copied at once: a cache line
+    constexpr int BLOCK = 16;  // words of a column that are copied at once
     int count = (n + COLUMNS - 1) / COLUMNS;
 #pragma omp parallel for num_threads(threads) if (int64_t(n) * words > THREADS_WORTH_IT)
     for (int panel = 0; panel < count; ++panel) {

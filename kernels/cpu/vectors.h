@@ -239,18 +239,32 @@ inline float largest(vec x) {
     return reduce(x, [](auto a, auto b) { return a > b ? a : b; });
 }
 
-// e^x to 1 ulp in [-87.3, 88.3]; far below exactly 0, above inf, NaN stays NaN. Cody-Waite reduction to |f| <= ln2 / 2
-// and the polynomial of Cephes' expf.
+constexpr float LOWEST_EXPONENT = -87.33654f, LOG2_E = 1.44269504f;  // e^x is subnormal below the first
+
+#if defined(__AVX512F__)
+inline vec round(vec x) {
+    return (vec)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
+// significand * 2^n, or 0 where x is below LOWEST_EXPONENT.
+inline vec scale_or_zero(vec significand, vec n, vec x) {
+    __mmask16 keep = _mm512_cmp_ps_mask((__m512)x, (__m512)splat(LOWEST_EXPONENT), _CMP_NLT_UQ);
+    return (vec)_mm512_maskz_scalef_ps(keep, (__m512)significand, (__m512)n);
+}
+#endif
+
+// e^x to 1 ulp in [-87.3, 88.3]; below exactly 0, above inf, NaN stays NaN. Cody-Waite reduction to |f| <= ln2 / 2 and
+// the polynomial of Cephes' expf.
 inline vec exp(vec x) {
 #if defined(__AVX512F__)
-    constexpr float LOWEST = -104.0f, HIGHEST = 200.0f;  // whose results are 0 and inf
-    vec c = (vec)_mm512_min_ps((__m512)splat(HIGHEST), _mm512_max_ps((__m512)splat(LOWEST), (__m512)x));
-    vec n = (vec)_mm512_roundscale_ps((__m512)(c * 1.44269504f), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    constexpr float HIGHEST = 200.0f;  // whose result is inf
+    vec c = (vec)_mm512_min_ps((__m512)splat(HIGHEST), (__m512)x);
+    vec n = round(c * LOG2_E);
 #else
-    constexpr float LOWEST = -87.33654f, HIGHEST = 88.72f, ROUND = 12582912.0f;  // 1.5 * 2^23: adding it rounds
-    vec c = x < LOWEST ? splat(LOWEST) : x;
+    constexpr float HIGHEST = 88.72f, ROUND = 12582912.0f;  // 1.5 * 2^23: adding it rounds
+    vec c = x < LOWEST_EXPONENT ? splat(LOWEST_EXPONENT) : x;
     c = c > HIGHEST ? splat(HIGHEST) : c;
-    vec shifted = fma(c, splat(1.44269504f), splat(ROUND));
+    vec shifted = fma(c, splat(LOG2_E), splat(ROUND));
     vec n = shifted - ROUND;
 #endif
     vec f = fma(n, splat(-0.693359375f), c);
@@ -263,10 +277,10 @@ inline vec exp(vec x) {
     p = fma(p, f, splat(5.0000001201e-1f));
     p = fma(p, f * f, f) + 1.0f;
 #if defined(__AVX512F__)
-    return (vec)_mm512_scalef_ps((__m512)p, (__m512)n);
+    return scale_or_zero(p, n, x);
 #else
     vec power = bit_cast<vec>((bit_cast<ivec>(shifted) << 23) + (127 << 23));  // 2^n
-    return x < LOWEST ? vec{} : p * power;
+    return x < LOWEST_EXPONENT ? vec{} : p * power;
 #endif
 }
 
@@ -281,12 +295,10 @@ inline vec exp_as(vec x) {
 #if defined(__AVX512F__)
 template <>
 inline vec exp_as<bf16>(vec x) {  // relative error 1e-4: the best cubic for 2^f, |f| <= 1/2, found numerically
-    constexpr float LOWEST = -104.0f, LOG2_E = 1.44269504f;
-    vec c = (vec)_mm512_max_ps((__m512)splat(LOWEST), (__m512)x);
-    vec n = (vec)_mm512_roundscale_ps((__m512)(c * LOG2_E), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    vec f = fma(c, splat(LOG2_E), -n);
+    vec n = round(x * LOG2_E);
+    vec f = fma(x, splat(LOG2_E), -n);
     vec p = fma(fma(fma(splat(0.05500866f), f, splat(0.24221057f)), f, splat(0.69328291f)), f, splat(1.0f));
-    return (vec)_mm512_scalef_ps((__m512)p, (__m512)n);
+    return scale_or_zero(p, n, x);
 }
 #endif
 

@@ -148,7 +148,7 @@ def reference(s: Sequence, start: int, end: int, window: int | None = None, soft
 def batches(draw: st.DrawFn) -> Case:
     kv_heads, group = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 3, 4, 7, 8]))
     dim = draw(st.sampled_from([8, 24, 64, 72, 80, 96, 128, 256]))
-    block_size = draw(st.sampled_from([8, 16, 32, 64]))
+    block_size = draw(st.sampled_from([2, 6, 8, 16, 32, 64]))
     dtype = draw(st.sampled_from(DTYPES))
     multiple = st.sampled_from([block_size, 64, 128, 512, 1024])
     length = st.integers(1, 150) | st.builds(lambda m, off: max(1, m + off), multiple, st.integers(-1, 1))
@@ -250,14 +250,36 @@ def test_attention_bits_do_not_depend_on_threads(lengths: list[int], restore_thr
 
 
 @needs_kernels
-def test_a_later_nan_does_not_reach_earlier_tokens() -> None:
-    clean = make_sequence(100, 6, 2, 64, torch.float32)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("at", [70, 71])  # two tokens of bfloat16 share a word
+def test_a_nan_reaches_the_tokens_that_see_it_alone(dtype: torch.dtype, window: int | None, at: int) -> None:
+    clean = make_sequence(100, 6, 2, 64, dtype)
     dirty = Sequence(clean.q.clone(), clean.k.clone(), clean.v.clone())
     for x in (dirty.q, dirty.k, dirty.v):
-        x[70] = torch.nan
-    out = run([(dirty, 0, 100)])
-    assert torch.equal(out[:70], run([(clean, 0, 100)])[:70])
-    assert out[70:].isnan().all()
+        x[at] = torch.nan
+    out, expected = run([(dirty, 0, 100)], window=window), run([(clean, 0, 100)], window=window)
+    last = at + window if window else 100
+    assert torch.equal(out[:at], expected[:at])
+    assert out[at:last].isnan().all()
+    assert torch.equal(out[last:], expected[last:])
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_extreme_scores(dtype: torch.dtype) -> None:
+    s = make_sequence(80, 2, 1, 64, dtype)
+    s.q[:], s.k[:] = 1, 0
+    s.k[3], s.k[4], s.k[5] = -30, 40, torch.inf
+    s.q[79] = -1
+    out, value = run([(s, 0, 80)]).float(), s.v[:, 0].float()
+    mean = value.cumsum(0) / torch.arange(1, 81)[:, None]
+    tolerance = {"rtol": 4 * ROUNDING[dtype], "atol": 4 * ROUNDING[dtype]}
+    torch.testing.assert_close(out[2, 0], mean[2], **tolerance)
+    torch.testing.assert_close(out[3, 0], mean[2], **tolerance)  # the fourth key scores -240: it counts for nothing
+    torch.testing.assert_close(out[4, 0], value[4], **tolerance)  # the fifth scores 320: it is all that counts
+    assert out[5:79].isnan().all()  # an infinite score is no weight
+    torch.testing.assert_close(out[79, 0], value[3], **tolerance)  # every infinite score is negative
 
 
 @needs_kernels
