@@ -1,9 +1,10 @@
 // Paged causal attention of ragged queries.
 //
 // A *line* is one query head of one query token: the unit whose bits are promised. Lines that share a KV head are
-// worked in groups of up to LINES, so that each key and value is fetched once for all of them: the lines
-// of one row (its query heads x its query tokens, token-major), or those of neighbouring rows of one token each whose
-// block tables begin alike, which meet the tiles that they share together and then each row its own. Keys come in tiles
+// worked in groups, so that each key and value is fetched once for all of them: the lines of one row (its query heads x
+// its query tokens, token-major), or those of neighbouring rows of one token each whose block tables begin alike, which
+// meet the tiles that they share together and then each row its own. Where a row has one token, its KV heads take turns
+// at each tile, for memory is read the faster the longer it is read in order. Keys come in tiles
 // of TILE; SPLIT keys make a softmax of their own, and the splits of a line are merged in ascending order, by however
 // many threads computed. A line meets its tiles in the order of their keys, whoever meets them with it.
 //
@@ -297,7 +298,7 @@ struct Place {
 template <class C>
 void attend_split(const Attention& a, Cache<C> cache, const Lines& lines, int split, Place after,
                   Scratch<C>& s, Partial& state) {
-    state.clear(a, lines.count);
+    state.clear(a, lines.count());
     Visit visit = lines.first_visit(a, split), next = visit;
     Tile tiles[2];
     locate(a, cache, lines, visit, tiles[0]);
@@ -335,14 +336,14 @@ void merge(const Attention& a, const Partial& from, Partial& into, int count) {
 
 template <class Q, class C>
 void load_queries(const Attention& a, const Lines& lines, const Q* q, C* out) {
-    for (int i = 0; i < lines.count; ++i)
+    for (int i = 0; i < lines.count(); ++i)
         for_each_vec(a.head_dim, [&, from = q + lines.offset(a, i), to = out + i * a.head_dim](
                                      int d, auto get, auto put) { put(to + d, get(from + d)); });
 }
 
 template <class Q>
 void store_result(const Attention& a, const Lines& lines, const Partial& state, Q* out) {
-    for (int i = 0; i < lines.count; ++i)
+    for (int i = 0; i < lines.count(); ++i)
         for_each_vec(a.head_dim, [&, from = state.values + size_t(i) * a.padded_dim(), to = out + lines.offset(a, i)](
                                      int d, auto get, auto put) { put(to + d, get(from + d) / state.sum[i]); });
 }
@@ -351,14 +352,14 @@ template <class Q, class C>
 void do_work(const Attention& a, const Work& work, const Work* next, const Q* q, Cache<C> cache, Q* out, Scratch<C>& s) {
     const Lines& lines = *work.lines;
     load_queries(a, lines, q, s.queries);
-    s.total.clear(a, lines.count);
+    s.total.clear(a, lines.count());
     for (int split = work.split_begin; split < work.split_end; ++split) {
         Place after = split + 1 < work.split_end ? Place{&lines, split + 1}
                       : next                     ? Place{next->lines, next->split_begin}
                                                  : Place{nullptr, 0};
-        Partial state = work.partial ? Partial(work.partial, lines.count) : s.split;
+        Partial state = work.partial ? Partial(work.partial, lines.count()) : s.split;
         attend_split(a, cache, lines, split, after, s, state);
-        if (!work.partial) merge(a, state, s.total, lines.count);
+        if (!work.partial) merge(a, state, s.total, lines.count());
     }
     if (!work.partial) store_result(a, lines, s.total, out);
 }
@@ -366,9 +367,9 @@ void do_work(const Attention& a, const Work& work, const Work* next, const Q* q,
 template <class Q, class C>
 void merge_divided(const Attention& a, const Work& work, Q* out, Scratch<C>& s) {
     const Lines& lines = *work.lines;
-    s.total.clear(a, lines.count);
+    s.total.clear(a, lines.count());
     for (int i = 0; i < work.split_end - work.split_begin; ++i)
-        merge(a, Partial(work.partial + i * Partial::size(a, lines.count), lines.count), s.total, lines.count);
+        merge(a, Partial(work.partial + i * Partial::size(a, lines.count()), lines.count()), s.total, lines.count());
     store_result(a, lines, s.total, out);
 }
 

@@ -21,30 +21,33 @@ struct Attention {
     int first_key(int position) const { return window ? std::max(0, position - window + 1) : 0; }
 };
 
-// Lines [begin, end) of some Lines, which meet the tile at `first_key` of `row`'s keys.
+// Lines [begin, end) of some Lines, which meet the tile at `first_key` of `row`'s keys, of the KV head `head` of them.
 struct Visit {
-    int row, first_key, begin, end;
+    int row, first_key, begin, end, head = 0;
 };
 
-// Up to LINES lines of one KV head: of one row, or of `rows` neighbours with one query each that share their keys below
-// `shared`.
+// Up to LINES lines of `kv_heads` KV heads from `kv_head` on, `each` of a head, one head's after the other's: of one row,
+// or of `rows` neighbours with one query each that share their keys below `shared`.
 struct Lines {
-    int row, rows, kv_head, first, count;
+    int row, rows, kv_head, kv_heads, first, each;
     int key_begin, key_end;  // the keys that any of them attends to
     int shared;              // a multiple of TILE; 0 where there is one row
 
+    int count() const { return each * kv_heads; }
     int split_begin() const { return key_begin / SPLIT; }
     int split_end() const { return (key_end + SPLIT - 1) / SPLIT; }
     // Where the first tile of a split starts.
     int first_key(int split) const { return std::max(split * SPLIT, key_begin / TILE * TILE); }
 
     int position(const Attention& a, int line) const {
+        line %= each;
         if (rows > 1) return a.kv_len[row + line / a.group()] - 1;
         return a.kv_len[row] - (a.cu_q[row + 1] - a.cu_q[row]) + (first + line) / a.group();
     }
     // Where the line's vector lies in a [tokens, q_heads, head_dim] tensor.
     int64_t offset(const Attention& a, int line) const {
-        int token = a.cu_q[row] + (first + line) / a.group(), head = kv_head * a.group() + (first + line) % a.group();
+        int i = first + line % each, token = a.cu_q[row] + i / a.group();
+        int head = (kv_head + line / each) * a.group() + i % a.group();
         return (int64_t(token) * a.q_heads + head) * a.head_dim;
     }
 
@@ -55,10 +58,19 @@ struct Lines {
     }
     Visit first_visit(const Attention& a, int split) const {
         int key = first_key(split);
-        return rows == 1 || key < shared ? Visit{row, key, 0, count} : own_visit(a, split, row);
+        return rows == 1 || key < shared ? Visit{row, key, 0, each} : own_visit(a, split, row);
     }
-    // Moves on to the next tile of a split; false: there is none.
+    // Moves on to the next head, which lies behind in the cache, or the next tile of a split; false: there is none.
     bool advance(const Attention& a, int split, Visit& v) const {
+        if (v.head + 1 < kv_heads) {
+            ++v.head;
+            v.begin += each;
+            v.end += each;
+            return true;
+        }
+        v.begin -= v.head * each;
+        v.end -= v.head * each;
+        v.head = 0;
         bool together = v.first_key < shared;
         v.first_key += TILE;
         bool within = v.first_key < std::min((split + 1) * SPLIT, end_of(a, v));

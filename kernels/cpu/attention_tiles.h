@@ -104,7 +104,7 @@ void locate(const Attention& a, Cache<C> cache, const Lines& lines, const Visit&
     for (int key = out.begin; key < out.end;) {
         int block = (visit.first_key + key) / a.block_size, offset = (visit.first_key + key) % a.block_size;
         int count = std::min(a.block_size - offset, out.end - key);
-        int64_t head = (int64_t(table[block]) * a.kv_heads + lines.kv_head) * a.page;
+        int64_t head = (int64_t(table[block]) * a.kv_heads + lines.kv_head + visit.head) * a.page;
         out.parts[out.n_parts++] = {reinterpret_cast<const char*>(cache.keys + head + offset * P),
                                     reinterpret_cast<const char*>(cache.values + head + offset * a.head_dim), key, count};
         key += count;
