@@ -179,11 +179,12 @@ float scale_scores(const Attention& a, float* scores, Range keys) {
 
 // Turns scores of lines [line, line + R) into probabilities relative to their running maxima, and moves their state to
 // those. The state of a line that sees no key here does not change: its decay is exactly 1, or it was empty.
-template <int R, class C>
-void soften(const Attention& a, const Scratch<C>& s, Partial& state, int line) {
+template <int R, class C, class Ahead>
+void soften(const Attention& a, const Scratch<C>& s, Partial& state, int line, Ahead ahead) {
     constexpr int LANES = round_up(R, W);  // a lane is a line
     alignas(64) float maximum[LANES] = {}, old[LANES] = {}, base[LANES], decay[LANES], total[R];
     for (int r = 0; r < R; ++r) {
+        ahead.inner();
         old[r] = state.maximum[line + r];
         maximum[r] = std::max(old[r], scale_scores(a, s.scores + r * TILE, s.ranges[line + r]));
     }
@@ -195,6 +196,7 @@ void soften(const Attention& a, const Scratch<C>& s, Partial& state, int line) {
     for (int r = 0; r < R; ++r) {
         Range keys = s.ranges[line + r];
         vec sums{};
+        ahead.inner();
         for (int i = keys.begin / W * W; i < keys.end; i += W) {
             vec p = exp_as<C>(load(s.scores + r * TILE + i) - base[r]);
             store(s.probabilities + r * TILE + i, p);
@@ -230,7 +232,7 @@ void attend(const Attention& a, const Scratch<C>& s, const Operands<C>& tile, Pa
     all = {round_up(all.begin, P), all.end / P * P};
     if (all.begin >= all.end) all = {TILE, TILE};
     score<R>(a, s.queries + line * a.head_dim, tile, any.begin / W, (any.end + W - 1) / W, s.scores, ahead);
-    soften<R>(a, s, state, line);
+    soften<R>(a, s, state, line, ahead);
     auto add_own = [&](int r, Range keys) {
         add_keys(s.probabilities + r * TILE, tile.values, padded, keys, values + r * padded, ahead);
     };
@@ -261,7 +263,7 @@ template <class C>
 int inner_steps(const Attention& a, const Tile& tile, int lines) {
     int keys = tile.end - tile.begin, width = vectors_for(lines) * W;
     int words = (keys + width - 1) / width * a.head_dim + a.padded_dim() / width * keys;
-    return words / (PER_WORD<C> * InnerAhead::EVERY) + 1;
+    return words / (PER_WORD<C> * InnerAhead::EVERY) + 2 * lines + 1;
 }
 
 // One visit, while `next` is fetched.
