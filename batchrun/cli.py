@@ -125,7 +125,7 @@ def status(target: str, overrides: tuple[str, ...], as_json: bool) -> None:
 @click.option("--peer-python", metavar="PATH", help="The Python that has the peer; this one, if not given.")
 @click.option("--pairs", type=click.IntRange(min=1), help="Passes of each side, by turns; 3 with a peer, else 1.")
 @click.option("--breakdown", is_flag=True, help="Say where a step's time goes, from one more pass.")
-@click.option("--model", help="Model reference; a JSONL file alone runs the demo's.")
+@click.option("--model", help="Model reference, for a JSONL file; the demo's, if not given.")
 @click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto")
 @click.option("--quantization", type=click.Choice(["none", "int8"]), help="Of batchrun's linear layers.")
 @click.option("--limit", type=click.IntRange(min=1), help="Measure the first N rows only.")

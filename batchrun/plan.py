@@ -119,7 +119,7 @@ class Plan:
             ("at once", f"{self.concurrent:,} sequences, {format_count(self.steps)} steps"),
         ]
         if self.seconds is not None:
-            lines.append(("time", f"about {format_duration(self.seconds)}: {self.basis}"))
+            lines.append(("time", f"about {format_duration(self.seconds)}, loading left out: {self.basis}"))
         return lines
 
 

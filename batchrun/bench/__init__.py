@@ -48,6 +48,8 @@ def run_bench(
     python = peer_python or sys.executable
     if shutil.which(python) is None:
         raise JobError(f"--peer-python: {python} cannot be run")
+    if top_p < 1 and temperature == 0:
+        raise JobError("--top-p takes effect with a --temperature only")
     job = bench_job(target, overrides, model)
     device = resolve_device(job.engine.device)
     if device != "cpu" and (against is not None or breakdown):

@@ -67,12 +67,16 @@ class Workload:
 def bench_job(target: Path, overrides: Sequence[str], model: str | None) -> JobSpec:
     """The job at ``target``, or one over the rows of a JSONL file: ``messages`` or ``prompt``, and ``max_tokens``."""
     if target.suffix in (".yaml", ".yml"):
+        if model is not None:
+            raise JobError("--model is for JSONL files; use --set model.name_or_path=... with a job")
         return load_job(target, overrides)
     if overrides:
         raise JobError("--set is for job files; use --model, --dtype, --quantization and --threads with a JSONL file")
     rows = InputSpec(path=str(target), format="jsonl")
     source = Source(rows)
     columns = source.schema_names(source.files()) or []
+    if {"messages", "prompt"} <= set(columns):
+        raise JobError(f"{target}: rows have both `messages` and `prompt`; keep one of them")
     form = {"messages_column": "messages"} if "messages" in columns else {"template": "{{ prompt }}"}
     return JobSpec(
         model=ModelSpec(name_or_path=model or DEMO_MODEL),
