@@ -72,8 +72,13 @@ def test_tokens_left_is_never_negative_and_ends_at_zero(
     now = Snapshot(rows=rows, prompt_tokens=finished + started, finished_tokens=finished)
     left = tokens_left(now, rows + more, prior)
     assert left is None or left >= 0
+    assert left != 0 or more == 0
     if more == 0 and left is not None:
         assert left == 0
+
+
+def test_running_rows_that_outgrow_the_mean_leave_the_time_open() -> None:
+    assert tokens_left(Snapshot(rows=9, prompt_tokens=9000, finished_tokens=900), total_rows=10) is None
 
 
 def test_lines_without_a_terminal_are_few_and_complete() -> None:

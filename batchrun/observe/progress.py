@@ -23,6 +23,7 @@ _LINE_SECONDS = 15.0
 _BAR_SECONDS = 0.5
 _UNSIZED_COLUMNS = 120
 _RATE_SECONDS = 60.0  # rates are those of the last minute
+_LEAST_SECONDS = 1.0  # that a rate is of: the first step's tokens count before it has taken any time
 _PRIOR_ROWS = 8.0  # how many finished rows the estimate of tokens per row weighs as much as,
 _PRIOR_SECONDS = 15.0  # and until when that of tokens per second stands for what is not seen yet
 
@@ -54,14 +55,15 @@ class Snapshot:
 def tokens_left(now: Snapshot, total_rows: int, tokens_per_row: float | None = None) -> float | None:
     """Tokens still to compute, from the finished rows' mean; ``tokens_per_row`` is the estimate to begin with.
 
-    None while there is nothing to judge by.
+    None while there is nothing to judge by: no row is finished, or what is running has outgrown the mean.
     """
     weight = 0.0 if tokens_per_row is None else _PRIOR_ROWS
     if now.rows + weight == 0:
         return None
     mean = (now.finished_tokens + weight * (tokens_per_row or 0.0)) / (now.rows + weight)
     started = now.tokens - now.finished_tokens
-    return max(0.0, (total_rows - now.rows) * mean - started)
+    left = (total_rows - now.rows) * mean - started
+    return 0.0 if now.rows == total_rows else left if left > 0 else None
 
 
 def eta_seconds(left: float | None, tokens_per_second: float) -> float | None:
@@ -151,7 +153,7 @@ class Progress:
     def _rates(self, moment: float) -> tuple[float, float]:
         """Prompt and output tokens per second over the last minute."""
         since, before = self._window[0]
-        seconds = max(moment - since, 1e-9)
+        seconds = max(moment - since, _LEAST_SECONDS)
         return (
             (self._last.prompt_tokens - before.prompt_tokens) / seconds,
             (self._last.completion_tokens - before.completion_tokens) / seconds,

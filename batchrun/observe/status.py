@@ -41,7 +41,7 @@ class Status:
         share = self.done_rows / self.rows if self.rows else 1.0
         lines = [
             ("rows", f"{self.done_rows:,} of {self.rows:,} done ({share:.0%}), {self.committed_rows:,} in final parts"),
-            ("errors", f"{self.error_rows:,} rows"),
+            ("errors", f"{self.error_rows:,} rows in final parts"),
             ("splits", f"{self.committed_splits:,} of {self.splits:,} committed"),
             ("tokens", f"{self.prompt_tokens:,} prompt + {self.completion_tokens:,} output in final parts"),
         ]
