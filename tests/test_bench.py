@@ -265,6 +265,17 @@ def test_a_peer_python_that_is_no_program(rows: Path, tiny_model: Path) -> None:
         run_bench(rows, model=str(tiny_model), against="vllm", peer_python="/no/python")
 
 
+def test_what_would_be_ignored_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").touch()
+    both = write_rows(tmp_path / "both.jsonl", [{"prompt": "a"}, {"messages": [{"role": "user", "content": "b"}]}])
+    with pytest.raises(JobError, match="--model is for JSONL files"):
+        run_bench(tmp_path / "job.yaml", model="any")
+    with pytest.raises(JobError, match="both `messages` and `prompt`"):
+        run_bench(both)
+    with pytest.raises(JobError, match="--top-p takes effect with a --temperature only"):
+        run_bench(both, top_p=0.5)
+
+
 def test_openvino_wants_a_gguf_model(rows: Path, tiny_model: Path, tmp_path: Path) -> None:
     python = scripted_python(tmp_path, """echo '{"version": "9"}'; read order""")
     report = run_bench(rows, model=str(tiny_model), against="openvino", peer_python=python)

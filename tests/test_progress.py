@@ -81,6 +81,13 @@ def test_running_rows_that_outgrow_the_mean_leave_the_time_open() -> None:
     assert tokens_left(Snapshot(rows=9, prompt_tokens=9000, finished_tokens=900), total_rows=10) is None
 
 
+def test_the_first_tokens_are_no_rate_of_an_instant() -> None:
+    stream = io.StringIO()
+    with Progress(10, stream=stream, clock=Clock()) as progress:
+        progress.update(Snapshot(rows=0, prompt_tokens=500))
+    assert " 500+0 tok/s" in stream.getvalue()
+
+
 def test_lines_without_a_terminal_are_few_and_complete() -> None:
     clock, stream = Clock(), io.StringIO()
     with Progress(200, rows_before=100, name="demo", stream=stream, clock=clock) as progress:

@@ -61,7 +61,7 @@ def build_batch(step: Step, block_size: int, n_groups: int) -> Batch:
     positions = np.arange(int(ends[-1])) - (firsts - starts)[row_of_token]
     buffer_rows = np.array([row.request.slot for row in rows])
     samples = np.array([row.samples for row in rows])
-    cu_q = _running(counts)
+    cu_q = _from_zero(ends)
     kv_len = torch.from_numpy((starts + counts).astype(np.int32))
     groups = []
     for group in range(n_groups):
@@ -73,15 +73,15 @@ def build_batch(step: Step, block_size: int, n_groups: int) -> Batch:
         token_rows=torch.from_numpy(buffer_rows[row_of_token]),
         positions=torch.from_numpy(positions),
         groups=groups,
-        sampled=LastTokens(torch.from_numpy(ends[samples] - 1), _running(samples)),
+        sampled=LastTokens(torch.from_numpy(ends[samples] - 1), _from_zero(samples.cumsum())),
         samples=[_sample_row(row.request, row.start + row.n) for row in rows if row.samples],
         scored=[_scored_row(row, first) for row, first in zip(rows, firsts.tolist(), strict=True)],
     )
 
 
-def _running(counts: np.ndarray) -> Tensor:
-    """The sums of the first 0 to B of B counts: int32 [B + 1]."""
-    return torch.from_numpy(np.concatenate(([0], counts.cumsum())).astype(np.int32))
+def _from_zero(sums: np.ndarray) -> Tensor:
+    """Running sums [B] with the empty one before them: int32 [B + 1]."""
+    return torch.from_numpy(np.concatenate(([0], sums)).astype(np.int32))
 
 
 def _block_table(held: Sequence[array[int]]) -> np.ndarray:

@@ -3,10 +3,10 @@
 // A *line* is one query head of one query token: the unit whose bits are promised. Lines that share a KV head are
 // worked in groups, so that each key and value is fetched once for all of them: the lines of one row (its query heads x
 // its query tokens, token-major), or those of neighbouring rows of one token each whose block tables begin alike, which
-// meet the tiles that they share together and then each row its own. Where a row has one token, its KV heads take turns
-// at each tile, for memory is read the faster the longer it is read in order. Keys come in tiles
-// of TILE; SPLIT keys make a softmax of their own, and the splits of a line are merged in ascending order, by however
-// many threads computed. A line meets its tiles in the order of their keys, whoever meets them with it.
+// meet the tiles that they share together and then each row its own. Where a row has few tokens, its KV heads take turns
+// at each tile, for memory is read the faster the longer it is read in order. Keys come in tiles of TILE; SPLIT keys
+// make a softmax of their own, and the splits of a line are merged in ascending order, by however many threads computed.
+// A line meets its tiles in the order of their keys, whoever meets them with it.
 //
 // The cache holds words of P = PER_WORD elements (see vectors.h), so that vectors are filled as they lie: the keys of a
 // block and KV head as [head_dim / P, block_size, P], their values as [block_size / P, head_dim, P]. Queries and

@@ -50,7 +50,7 @@ Family family(const Attention& a, int row, int lines) {
     return found;
 }
 
-// KV heads whose lines are worked together where a row has one query: all, if those lines are few enough and there is
+// KV heads whose lines are worked together where a row has few queries: all, if those lines are few enough and there is
 // other work for every thread, for their keys and values of a block follow one another in the cache.
 int heads_together(const Attention& a) {
     constexpr int PLENTY = 8;  // rows of a thread

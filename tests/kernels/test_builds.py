@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import subprocess
@@ -32,12 +33,15 @@ sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-k", chosen, *tests
 pytestmark = [pytest.mark.slow, needs_kernels]
 
 
-def run_tests(flags: str, cache: Path, **environment: str) -> None:
+def run_tests(flags: str, cache: Path, **environment: str) -> Path:
+    """Run them in a process of its own; returns the library that they used."""
     environment = {**os.environ, "BATCHRUN_CACHE": str(cache), "OMP_NUM_THREADS": "2", **environment}
     command = [sys.executable, "-c", RUN, flags, *map(str, TESTS)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
     assert " passed" in run.stdout
+    (library,) = (cache / "native").iterdir()
+    return library
 
 
 def sanitizer() -> str | None:
@@ -58,10 +62,15 @@ def test_addresses_and_undefined_behaviour(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names x86 processors")
 @pytest.mark.parametrize(
-    ("flags", "needed"),
-    [("-march=x86-64", ""), ("-march=x86-64-v3", "avx2"), ("-mno-avx512bf16 -mno-avx512vnni", "avx512bw")],
+    ("flags", "needed", "columns"),
+    [
+        ("-march=x86-64", "", 8),
+        ("-march=x86-64-v3", "avx2", 16),
+        ("-mno-avx512bf16 -mno-avx512vnni", "avx512bw", 48),
+    ],
 )
-def test_narrower_processors(flags: str, needed: str, tmp_path: Path) -> None:
+def test_narrower_processors(flags: str, needed: str, columns: int, tmp_path: Path) -> None:
     if needed not in describe_cpu():
         pytest.skip(f"this processor has no {needed}")
-    run_tests(flags, tmp_path)
+    library = ctypes.CDLL(str(run_tests(flags, tmp_path)))
+    assert (library.batchrun_panel_columns(), library.batchrun_multiplies_bf16()) == (columns, 0)

@@ -210,8 +210,10 @@ def decoding_families(draw: st.DrawFn) -> Case:
 def test_rows_that_begin_alike_keep_their_bits_and_equal_float64(case: Case) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # many rows for a thread: their KV heads take turns
-    together = torch.split(run(case.rows, case.block_size, **case.options), case.lengths)
-    torch.set_num_threads(threads)
+    try:
+        together = torch.split(run(case.rows, case.block_size, **case.options), case.lengths)
+    finally:
+        torch.set_num_threads(threads)
     for row, out in zip(case.rows, together, strict=True):
         assert torch.equal(run([row], case.block_size, seed=9, **case.options), out)
         tolerance = 12 * ROUNDING[out.dtype]
