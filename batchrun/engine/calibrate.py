@@ -19,7 +19,8 @@ from torch import Tensor
 from batchrun.engine.executor import use_threads
 from batchrun.engine.limits import logits_fit
 from batchrun.engine.step_times import StepTimes, Subject, find
-from batchrun.models.decoder import Decoder, KVCache
+from batchrun.models.decoder import Decoder
+from batchrun.models.kv_cache import KVCache
 from batchrun.numerics import describe_operations
 from batchrun.ops.attention_batch import AttentionBatch
 from batchrun.probe import memory_rate
@@ -91,7 +92,7 @@ def _layer_work(decoder: Decoder, hidden: Tensor, residual: Tensor) -> dict[int,
     """
     layers = cycle(decoder.layers)
     shape = (max(SIZES) + 1, decoder.config.n_kv_heads, _BLOCK_SIZE, decoder.config.head_dim)
-    cache = KVCache(*(torch.zeros(shape, dtype=hidden.dtype) for _ in range(2)))
+    cache = KVCache.zeros(*shape, hidden.dtype, hidden.device)
 
     def work(size: int) -> Callable[[], Tensor]:
         blocks = torch.arange(1, size + 1)

@@ -6,11 +6,9 @@ a step can be launched before the host knows what the one before it sampled.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,10 +16,10 @@ from batchrun.data.rows import TokenLogprob
 from batchrun.engine.batch import Batch, ScoredRow
 from batchrun.engine.request import StepOutput
 from batchrun.engine.sampler import logprobs, sample
-from batchrun.models.decoder import Decoder, KVCache
+from batchrun.models.decoder import Decoder
+from batchrun.models.kv_cache import KVCache, zeros
 from batchrun.ops.attention_batch import AttentionBatch, LastTokens
 
-_CACHE_LINE = 64  # bytes
 _LOGIT_ROWS = 256  # rows of logits that exist at once while prompts are scored
 
 
@@ -47,10 +45,9 @@ class Executor:
         self.model = model
         self.device = device
         config = model.config
-        # A head's keys of a block and its values, which are read one after the other, lie side by side.
-        shape = (n_blocks, config.n_kv_heads, 2, block_size, config.head_dim)
-        self.caches = [KVCache(*_zeros(shape, dtype, device).unbind(2)) for _ in model.layers]
-        self.tokens = _zeros((max_num_seqs, max_model_len), torch.int64, device)
+        shape = (n_blocks, config.n_kv_heads, block_size, config.head_dim)
+        self.caches = [KVCache.zeros(*shape, dtype, device) for _ in model.layers]
+        self.tokens = zeros((max_num_seqs, max_model_len), torch.int64, device)
         # Of every step: on a CPU, new memory would have to be cleared first.
         self._logits = torch.empty((max_num_seqs, config.vocab_size), dtype=torch.float32, device=device)
         self._stream = ThreadPoolExecutor(1, "executor", initializer=use_threads, initargs=(num_threads,))
@@ -99,16 +96,6 @@ class Executor:
             targets = torch.tensor(row.targets[begin : begin + count], device=self.device)
             out.extend(_present(logprobs(logits, targets, [row.top] * count)))
         return out
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros (masked positions of a KV pool meet a product with them); on a CPU their pages are free until written."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    count = math.prod(shape) * dtype.itemsize
-    memory = np.zeros(count + _CACHE_LINE, np.uint8)
-    start = -memory.ctypes.data % _CACHE_LINE
-    return torch.from_numpy(memory[start : start + count]).view(dtype).view(shape)
 
 
 def _present(entries: Sequence[TokenLogprob | None]) -> list[TokenLogprob]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from batchrun.models.config import ModelConfig
+from batchrun.models.kv_cache import KVCache
 from batchrun.models.rope import rope_table
 from batchrun.ops.attention_batch import AttentionBatch, LastTokens
 from batchrun.weights.formats import Weight
@@ -41,14 +42,6 @@ class Layer:
     down: Linear
     window: int | None
     group: int  # KV group: the place of its window among the decoder's
-
-
-@dataclass(frozen=True, slots=True)
-class KVCache:
-    """Keys and values of one layer: ``[n_blocks, HKV, block_size, D]`` each, in the backend's order within a head."""
-
-    keys: Tensor
-    values: Tensor
 
 
 class Decoder:

@@ -270,10 +270,11 @@ int inner_steps(const Attention& a, const Tile& tile, int lines) {
 template <class C>
 void attend_tile(const Attention& a, const Lines& lines, const Visit& visit, const Tile& tile, const Tile* next,
                  Scratch<C>& s, Partial& state) {
-    for (int i = visit.begin; i < visit.end; ++i) {
-        int position = lines.position(a, i);
-        s.ranges[i] = {std::max(a.first_key(position) - visit.first_key, 0),
-                       std::min(position + 1 - visit.first_key, TILE)};
+    for (int i = visit.begin; i < visit.end;) {
+        int position = lines.position(a, i), end = std::min(i + lines.rest_of_token(a, i), visit.end);
+        Range range{std::max(a.first_key(position) - visit.first_key, 0),
+                    std::min(position + 1 - visit.first_key, TILE)};
+        while (i < end) s.ranges[i++] = range;
     }
     Operands<C> operands;
     if (a.head_dim % W == 0 && a.block_size % W == 0)

@@ -15,8 +15,8 @@ struct Attention {
     int64_t tokens, n_blocks, page;  // page: elements from one block's head to the next in the cache
     int rows, table_width, q_heads, kv_heads, head_dim, block_size, window, threads;  // window 0: none
     float scale, softcap;                                                             // softcap 0: none
+    int group = q_heads / kv_heads;  // query heads of a KV head
 
-    int group() const { return q_heads / kv_heads; }
     int padded_dim() const { return round_up(head_dim, W); }
     int first_key(int position) const { return window ? std::max(0, position - window + 1) : 0; }
 };
@@ -41,13 +41,15 @@ struct Lines {
 
     int position(const Attention& a, int line) const {
         line %= each;
-        if (rows > 1) return a.kv_len[row + line / a.group()] - 1;
-        return a.kv_len[row] - (a.cu_q[row + 1] - a.cu_q[row]) + (first + line) / a.group();
+        if (rows > 1) return a.kv_len[row + line / a.group] - 1;
+        return a.kv_len[row] - (a.cu_q[row + 1] - a.cu_q[row]) + (first + line) / a.group;
     }
+    // Lines of the line's token and KV head from it on.
+    int rest_of_token(const Attention& a, int line) const { return a.group - (first + line % each) % a.group; }
     // Where the line's vector lies in a [tokens, q_heads, head_dim] tensor.
     int64_t offset(const Attention& a, int line) const {
-        int i = first + line % each, token = a.cu_q[row] + i / a.group();
-        int head = (kv_head + line / each) * a.group() + i % a.group();
+        int i = first + line % each, token = a.cu_q[row] + i / a.group;
+        int head = (kv_head + line / each) * a.group + i % a.group;
         return (int64_t(token) * a.q_heads + head) * a.head_dim;
     }
 
@@ -85,8 +87,8 @@ private:
     Visit own_visit(const Attention& a, int split, int member) const {
         int key = std::max(first_key(split), shared), end = (split + 1) * SPLIT;
         while (member < row + rows && (key >= end || key >= a.kv_len[member])) ++member;
-        int line = (member - row) * a.group();
-        return {member, key, line, line + a.group()};
+        int line = (member - row) * a.group;
+        return {member, key, line, line + a.group};
     }
 };
 

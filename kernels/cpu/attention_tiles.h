@@ -28,17 +28,18 @@ struct Tile {
 // Fetches a tile's memory, a few cache lines at each `advance`, between the arithmetic on the tile before, so that
 // neither waits for the other.
 class Prefetch {
-    static constexpr int LINE = 64, UNIT = 256, WORD = 4;
+    static constexpr int LINE = 64, WORD = 4;
     static constexpr int SECOND_LEVEL = 2;  // of cache: the first has no room for another tile
     const Part *part, *last;
     const char* at = nullptr;
-    int row = 0, rows, key_stride, left = 0;  // words of a key; bytes: from one to the next; of the row that are left
-    int pace, credit = 0;                     // lines, in UNITs: of an advance; that are due
+    int row = 0, words, block_size, left = 0;  // of the row that is fetched: lines that are left
+    int pace;                                  // lines of an advance
 
+    // A part of a whole block is one row of keys, any other one for each word; its values are one more.
     void next_row() {
-        bool is_key = row < rows;
-        at = is_key ? part->keys + size_t(row) * key_stride : part->values;
-        left = part->count * WORD * (is_key ? 1 : rows);
+        int rows = part->count == block_size ? 1 : words;
+        at = row < rows ? part->keys + size_t(row) * block_size * WORD : part->values;
+        left = (part->count * WORD * (row < rows ? words / rows : words) + LINE - 1) / LINE;
         if (row++ < rows) return;
         row = 0;
         ++part;
@@ -49,22 +50,25 @@ public:
     Prefetch(const Tile* tile, int words, int block_size, int steps)
         : part(tile ? tile->parts : nullptr),
           last(tile ? tile->parts + tile->n_parts : nullptr),
-          rows(words),
-          key_stride(block_size * WORD),
-          pace(tile ? (tile->end - tile->begin) * words * WORD * 2 / LINE * UNIT / steps + 1 : 0) {}
+          words(words),
+          block_size(block_size),
+          pace(tile ? (tile->end - tile->begin) * words * WORD * 2 / LINE / steps + 1 : 0) {}
 
     void advance() {
-        for (credit += pace; credit >= UNIT; credit -= UNIT) {
-            if (left <= 0) {
+        for (int due = pace; due > 0;) {
+            if (left == 0) {
                 if (part == last) {
-                    pace = credit = 0;
+                    pace = 0;
                     return;
                 }
                 next_row();
             }
-            __builtin_prefetch(at, 0, SECOND_LEVEL);
-            at += LINE;
-            left -= LINE;
+            int n = std::min(due, left);
+            const char *from = at, *to = at + n * LINE;
+            for (; from < to; from += LINE) __builtin_prefetch(from, 0, SECOND_LEVEL);
+            at = to;
+            left -= n;
+            due -= n;
         }
     }
 };

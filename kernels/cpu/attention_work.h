@@ -55,16 +55,16 @@ Family family(const Attention& a, int row, int lines) {
 int heads_together(const Attention& a) {
     constexpr int PLENTY = 8;  // rows of a thread
     if (a.rows < PLENTY * a.threads) return 1;
-    return std::clamp(LINES / a.group(), 1, a.kv_heads);
+    return std::clamp(LINES / a.group, 1, a.kv_heads);
 }
 
 std::vector<Lines> all_lines(const Attention& a) {
     std::vector<Lines> result;
     int together = heads_together(a);
     for (int row = 0, rows; row < a.rows; row += rows) {
-        Family found = family(a, row, together * a.group());
+        Family found = family(a, row, together * a.group);
         rows = found.rows;
-        int all = (a.cu_q[row + rows] - a.cu_q[row]) * a.group(), step = all * together <= LINES ? together : 1;
+        int all = (a.cu_q[row + rows] - a.cu_q[row]) * a.group, step = all * together <= LINES ? together : 1;
         for (int head = 0; head < a.kv_heads; head += step)
             for (int first = 0; first < all; first += LINES) {
                 int heads = std::min(step, a.kv_heads - head), each = std::min(LINES, all - first);
@@ -84,7 +84,7 @@ int64_t cost(const Attention& a, const Lines& lines) {
     if (lines.rows == 1) return int64_t(lines.key_end - lines.key_begin) * lines.kv_heads * (lines.each + FETCH);
     int64_t total = int64_t(lines.shared) * (lines.each + FETCH);
     for (int row = lines.row; row < lines.row + lines.rows; ++row)
-        total += int64_t(a.kv_len[row] - lines.shared) * (a.group() + FETCH);
+        total += int64_t(a.kv_len[row] - lines.shared) * (a.group + FETCH);
     return total * lines.kv_heads;
 }
 

@@ -1,28 +1,33 @@
 """Decode attention against memory bandwidth: ``python -m tests.bench.decode_attention [--repeat N]``.
 
 One query per row attends to KV several times the size of the last-level cache, rows unshared and blocks shuffled. The
-time is divided by that of reading as many bytes in order, as fast as the best of a few ways to read, by turns in the
-same run.
+time is divided, by turns in the same run, by that of reading as many bytes in order, as fast as the best of a few ways
+to read, and by that of reading the same blocks one after the other and doing nothing with them.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import subprocess
+import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from pathlib import Path
 from statistics import median
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from batchrun.job import EngineSpec
 from batchrun.kernels import cpu
+from batchrun.kernels.cpu import build
+from batchrun.models.kv_cache import KVCache, zeros
 from batchrun.ops.attention_batch import AttentionBatch
 from batchrun.text import table
 
@@ -31,7 +36,9 @@ _TOKENS = 1000  # of a row, on average
 _TIMES_CACHE = 10  # as large as the last-level cache
 _SHAPES = {"SmolLM2 135M": (9, 3, 64), "Llama 8B": (32, 8, 128)}  # query heads, KV heads, head_dim
 _UNKNOWN_CACHE = 32 << 20
-HEAD = ["model", "KV", "threads", "KV MB", "attention ms", "GB/s", "read GB/s", "by", "ratio", "of fastest"]
+HEAD = ["model", "KV", "threads", "KV MB", "ms", "GB/s", "in order GB/s", "ratio", "by block GB/s", "ratio"]
+_CPU = torch.device("cpu")
+_HEAD_BYTES = 8192
 _ABSENT = 0xA5  # a byte that the buffer does not hold
 
 
@@ -42,15 +49,17 @@ def last_level_cache() -> int:
     return max((int(size[:-1]) << units[size[-1]] for size in sizes), default=_UNKNOWN_CACHE)
 
 
-def filled(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Ones, in memory from NumPy as the engine's own KV is (large pages where the system has them)."""
-    count = int(np.prod(shape)) * dtype.itemsize
-    return torch.from_numpy(np.empty(count, np.uint8)).view(dtype).view(shape).fill_(1)
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Ways to do the same, and the bytes of memory that each has to read."""
+
+    ways: list[Callable[[], object]]
+    size: int
 
 
-def readers(size: int, pool: ThreadPoolExecutor, threads: int) -> dict[str, Callable[[], object]]:
+def reading_in_order(size: int, pool: ThreadPoolExecutor, threads: int) -> Work:
     """Ways to read ``size`` bytes once, in order."""
-    memory = filled((size // 4096, 1024), torch.float32)
+    memory = zeros((size // 4096, 1024), torch.float32, _CPU).fill_(1)
     vector = torch.ones(1024)
     find = ctypes.CDLL(None).memchr
     find.restype, find.argtypes = ctypes.c_void_p, (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
@@ -61,17 +70,26 @@ def readers(size: int, pool: ThreadPoolExecutor, threads: int) -> dict[str, Call
         for found in pool.map(lambda start: find(start, _ABSENT, share), starts):
             assert found is None
 
-    return {
-        "memchr": search,
-        "torch.sum": memory.sum,
-        "torch.amax": memory.amax,
-        "torch.mv": lambda: memory @ vector,
-        "torch.dot": lambda: torch.dot(memory[: size // 8192].view(-1), memory[size // 8192 :].view(-1)),
-    }
+    def dot() -> Tensor:
+        return torch.dot(memory[: size // 8192].view(-1), memory[size // 8192 :].view(-1))
+
+    return Work([search, memory.sum, memory.amax, lambda: memory @ vector, dot], size)
 
 
-def attention(heads: tuple[int, int, int], dtype: torch.dtype, size: int) -> tuple[Callable[[], Tensor], int]:
-    """A call of decode attention, and the bytes of KV that it has to read: ``size`` or a little more."""
+@cache
+def block_reader() -> Callable[[int, int, int, int, int, int], None]:
+    """The compiled `read_blocks.cpp`."""
+    source = Path(__file__).with_name("read_blocks.cpp")
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / "read_blocks.so"
+        subprocess.run([*build.find_compiler(), *build.FLAGS, "-shared", "-o", str(library), str(source)], check=True)
+        read = ctypes.CDLL(str(library)).read_blocks
+    read.restype, read.argtypes = None, (*[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 3, ctypes.c_int)
+    return read
+
+
+def attending(heads: tuple[int, int, int], dtype: torch.dtype, size: int, threads: int) -> tuple[Work, Work]:
+    """Decode attention over ``size`` bytes of KV or a little more, and reading its blocks in the same order."""
     q_heads, kv_heads, dim = heads
     draw = torch.Generator().manual_seed(0)
     token_bytes = 2 * kv_heads * dim * dtype.itemsize
@@ -79,50 +97,54 @@ def attention(heads: tuple[int, int, int], dtype: torch.dtype, size: int) -> tup
     kv_len = torch.randint(_TOKENS * 9 // 10, _TOKENS * 11 // 10, (rows,), generator=draw, dtype=torch.int32)
     pages = -(-int(kv_len.max()) // _BLOCK)
     blocks = 1 + torch.randperm(rows * pages, generator=draw, dtype=torch.int32).view(rows, pages)
-    k, v = filled((rows * pages + 1, kv_heads, 2, _BLOCK, dim), dtype).unbind(2)
+    kv = KVCache.zeros(rows * pages + 1, kv_heads, _BLOCK, dim, dtype, _CPU)
+    k, v = kv.keys.fill_(1), kv.values.fill_(1)
     batch = AttentionBatch(torch.arange(rows + 1, dtype=torch.int32), kv_len, blocks, torch.zeros(rows).long())
     q = torch.ones(rows, q_heads, dim, dtype=dtype)
-    return lambda: cpu.attention(q, k, v, batch, scale=dim**-0.5), int(kv_len.sum()) * token_bytes
+    held = blocks[torch.arange(pages) * _BLOCK < kv_len[:, None]]
+    block_bytes = token_bytes * _BLOCK
+    read = block_reader()
+
+    def reader(head: int) -> Callable[[], None]:
+        return lambda: read(k.data_ptr(), held.data_ptr(), len(held), block_bytes, head, threads)
+
+    return (
+        Work([lambda: cpu.attention(q, k, v, batch, scale=dim**-0.5)], int(kv_len.sum()) * token_bytes),
+        Work([reader(block_bytes), reader(min(_HEAD_BYTES, block_bytes))], len(held) * block_bytes),
+    )
 
 
-def rounds(calls: dict[str, Callable[[], object]], repeat: int) -> dict[str, list[float]]:
-    """The seconds of each call in ``repeat`` rounds, after one that does not count."""
-    times = defaultdict(list)
+def rates(works: Sequence[Work], repeat: int) -> list[float]:
+    """Bytes a second of the fastest way of each, by medians of ``repeat`` rounds after one that does not count."""
+    times: defaultdict[Callable[[], object], list[float]] = defaultdict(list)
     for _ in range(repeat + 1):
-        for name, call in calls.items():
+        for way in (way for work in works for way in work.ways):
             start = time.perf_counter()
-            call()
-            times[name].append(time.perf_counter() - start)
-    return {name: each[1:] for name, each in times.items()}
+            way()
+            times[way].append(time.perf_counter() - start)
+    return [work.size / min(median(times[way][1:]) for way in work.ways) for work in works]
 
 
 def compare(name: str, dtype: torch.dtype, threads: int, size: int, repeat: int) -> list[str]:
     """The table's row of one model's shape."""
     torch.set_num_threads(threads)
-    call, read = attention(_SHAPES[name], dtype, size)
+    attend, read = attending(_SHAPES[name], dtype, size, threads)
     with ThreadPoolExecutor(threads) as pool:
-        took = rounds(readers(size, pool, threads) | {"attention": call}, repeat)
-    own = took.pop("attention")
-    reader = min(took, key=lambda name: median(took[name]))
-    share = read / size  # of the bytes that a reader reads
-
-    def ratio(pick: Callable[[list[float]], float]) -> str:
-        return f"{pick(own) / (share * min(map(pick, took.values()))):.2f}x"
-
-    milliseconds, rate = median(own) * 1e3, read / median(own) / 1e9
-    figures = [f"{read / 1e6:.0f}", f"{milliseconds:.1f}", f"{rate:.1f}", f"{size / median(took[reader]) / 1e9:.1f}"]
-    return [name, str(dtype).removeprefix("torch."), str(threads), *figures, reader, ratio(median), ratio(min)]
+        own, by_block, in_order = rates([attend, read, reading_in_order(size, pool, threads)], repeat)
+    figures = [f"{attend.size / 1e6:.0f}", f"{attend.size / own * 1e3:.1f}", f"{own / 1e9:.1f}"]
+    against = [text for rate in (in_order, by_block) for text in (f"{rate / 1e9:.1f}", f"{rate / own:.2f}x")]
+    return [name, str(dtype).removeprefix("torch."), str(threads), *figures, *against]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.decode_attention")
     parser.add_argument("--repeat", type=int, default=15, help="rounds; the medians are printed")
     args = parser.parse_args()
-    cache = last_level_cache()
-    print(f"last-level cache {cache >> 20} MiB, kernels {cpu.version()}, medians of {args.repeat} rounds")
+    last_level = last_level_cache()
+    print(f"last-level cache {last_level >> 20} MiB, kernels {cpu.version()}, medians of {args.repeat} rounds")
     lines = [HEAD]
     for threads, name, dtype in product(sorted({1, torch.get_num_threads()}), _SHAPES, (torch.float32, torch.bfloat16)):
-        lines.append(compare(name, dtype, threads, _TIMES_CACHE * cache, args.repeat))
+        lines.append(compare(name, dtype, threads, _TIMES_CACHE * last_level, args.repeat))
     print(table(lines))
 
 

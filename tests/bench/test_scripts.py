@@ -64,9 +64,10 @@ def test_float32_agrees_with_itself_and_with_transformers(tiny_model: Path) -> N
 
 @pytest.mark.usefixtures("one_thread")
 @needs_kernels
-def test_attention_is_compared_with_reading_as_many_bytes() -> None:
-    call, read = decode_attention.attention((2, 1, 64), torch.float32, 1 << 20)
-    assert (1 << 20) * 0.8 < read < (1 << 20) * 1.6
-    assert torch.equal(call(), torch.ones(3, 2, 64))  # all values are 1
+def test_attention_is_compared_with_reading_as_many_bytes_and_the_same_blocks() -> None:
+    attend, read = decode_attention.attending((2, 1, 64), torch.float32, 1 << 20, 1)
+    assert (1 << 20) * 0.8 < attend.size < read.size < (1 << 20) * 1.6
+    assert torch.equal(attend.ways[0](), torch.ones(3, 2, 64))  # all values are 1
+    assert [way() for way in read.ways] == [None, None]
     row = decode_attention.compare("SmolLM2 135M", torch.bfloat16, 1, 2 << 20, 1)
     assert len(row) == len(decode_attention.HEAD)
