@@ -11,7 +11,8 @@ from typing import Any
 
 from batchrun.bench.engine_side import EngineSide
 
-_OPERATIONS = {"linear": "linear", "attention": "attention"}  # every other operation is elementwise
+_OPERATIONS = {"linear": "linear", "attention": "attention", "token_logprobs": "sampling"}  # every other operation is elementwise
+_HOST = ("pack", "attention_plan")  # the host's work before an operation
 PARTS = ("linear", "attention", "elementwise", "head", "sampling", "host")
 
 
@@ -49,14 +50,15 @@ def measure_breakdown(side: EngineSide) -> dict[str, float]:
 
     clock = Clock()
     model = side.engine.executor.model
-    operations = {name: getattr(model.ops, name) for name in model.ops.__all__ if name != "pack"}
-    timed = {name: clock.timed(_OPERATIONS.get(name, "elementwise"), call) for name, call in operations.items()}
+    operations = {name: getattr(model.ops, name) for name in model.ops.__all__}
+    timed = {
+        name: call if name in _HOST else clock.timed(_OPERATIONS.get(name, "elementwise"), call)
+        for name, call in operations.items()
+    }
     with ExitStack() as stack:
         stack.enter_context(_replaced(model, "ops", SimpleNamespace(**timed)))
         stack.enter_context(_replaced(model, "logits", clock.timed("head", model.logits)))
-        for name in ("sample", "logprobs"):
-            call = clock.timed("sampling", getattr(executor, name))
-            stack.enter_context(_replaced(executor, name, call))
+        stack.enter_context(_replaced(executor, "sample", clock.timed("sampling", executor.sample)))
         seconds = side.run().seconds
     shares = {part: clock.seconds[part] / seconds for part in PARTS}
     return shares | {"host": 1 - sum(shares.values())}

@@ -1,11 +1,15 @@
-"""The flat arrays of one step, built on the host from the scheduler's rows; token ids stay on the device."""
+"""One step as flat arrays, built on the host from the scheduler's rows; token ids stay on the device.
+
+All that the device reads is a CPU tensor in here, and `Transfer` moves them all at once. Nothing in a step is decided
+by what the device holds, so that nobody waits for it.
+"""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,60 +32,191 @@ class SampleRow(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Draws:
+    """Rows of logits that are drawn from, and how: see `ops.draw`. All [R]."""
+
+    lines: Tensor | None  # int64; None: all rows
+    temperature: Tensor
+    min_p: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    key: Tensor
+    position: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """Rows of logits with penalties [Q], and how many tokens the longest of them has."""
+
+    lines: Tensor  # int64
+    slots: Tensor  # int64, rows of the token buffer
+    known: Tensor  # int64, tokens in there
+    n_prompt: Tensor  # int64
+    repetition: Tensor  # float32, as the next two
+    presence: Tensor
+    frequency: Tensor
+    longest: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How rows of logits [S] become tokens."""
+
+    rows: Tensor  # int64 [S], of the token buffer
+    positions: Tensor  # int64 [S], where the tokens go
+    draws: Draws | None  # None: all rows take their largest logit
+    penalties: Penalties | None
+    forbidden: Tensor | None  # int64 [2, F]: rows of logits and tokens that may not come yet
+    reported: Tensor | None  # int64 [N]: rows whose log-probabilities are wanted
+    tops: list[int]  # of each of them: how many most likely tokens beside the one that came
+
+
+@dataclass(frozen=True, slots=True)
 class ScoredRow:
     """A run of prompt tokens whose log-probabilities are wanted."""
 
     first: int  # index into the step's tokens
-    count: int
-    targets: list[int]  # the token after each of them
+    targets: Tensor  # int64, the token after each of them
     top: int  # how many most likely tokens beside it
+
+
+@dataclass(frozen=True, slots=True)
+class Uploads:
+    """Tokens of requests that are new on the device, and where they go in the token buffer: int64 [U] each."""
+
+    rows: Tensor
+    positions: Tensor
+    tokens: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """One step on its way to the device."""
 
-    uploads: list[tuple[int, np.ndarray]]  # (slot, token ids): requests that are new on the device
+    uploads: Uploads | None
     token_rows: Tensor  # [T] int64: row of the token buffer
     positions: Tensor  # [T] int64
     groups: list[AttentionBatch]
-    sampled: LastTokens  # whose logits are sampled from, S of them
-    samples: list[SampleRow]  # S
+    wanted: LastTokens | None  # tokens whose hidden states are needed after the last layer; None: all
+    sampled: Tensor | None  # int64 [S]: of the hidden states that come out, those sampled from; None: all
+    sampling: Sampling | None
     scored: list[ScoredRow | None]  # one per row of the step
 
 
-def build_batch(step: Step, block_size: int, n_groups: int) -> Batch:
-    """Lay out a step. Cost is linear in tokens and in the blocks of its rows; nothing here touches the device."""
+class Groups(NamedTuple):
+    """The KV groups of a model: their windows, which one its last layer has, and its backend's ``attention_plan``."""
+
+    windows: Sequence[int | None]
+    last: int
+    plan: Callable[..., Any]
+
+
+def build_batch(step: Step, block_size: int, groups: Groups) -> Batch:
+    """Lay out a step. Cost is linear in tokens and in the blocks of its rows."""
     rows = step.rows
     starts = np.array([row.start for row in rows])
     counts = np.array([row.n for row in rows])
     ends = counts.cumsum()
-    firsts = ends - counts
     row_of_token = np.repeat(np.arange(len(rows)), counts)
-    positions = np.arange(int(ends[-1])) - (firsts - starts)[row_of_token]
-    buffer_rows = np.array([row.request.slot for row in rows])
+    positions = np.arange(int(ends[-1])) - (ends - counts - starts)[row_of_token]
     samples = np.array([row.samples for row in rows])
-    cu_q = _from_zero(ends)
-    kv_len = torch.from_numpy((starts + counts).astype(np.int32))
-    groups = []
-    for group in range(n_groups):
+    scored = [_scored_row(row, first) for row, first in zip(rows, (ends - counts).tolist(), strict=True)]
+    needs_all = any(scored) or samples.sum() == ends[-1]
+    kv_len = (starts + counts).astype(np.int32)
+
+    def attend(sums: np.ndarray, group: int) -> AttentionBatch:
+        cu_q = np.concatenate(([0], sums)).astype(np.int32)
         table = _block_table([row.request.blocks[group] for row in rows])
         slots = table[row_of_token, positions // block_size].astype(np.int64) * block_size + positions % block_size
-        groups.append(AttentionBatch(cu_q, kv_len, torch.from_numpy(table), torch.from_numpy(slots)))
+        plan = groups.plan(cu_q, kv_len, table, block_size=block_size, window=groups.windows[group])
+        on_host = [torch.from_numpy(each) for each in (cu_q, kv_len, table, slots)]
+        return AttentionBatch(on_host[0], on_host[1], on_host[2], on_host[3], plan)
+
+    last = torch.from_numpy(ends[samples] - 1)
+    sampled_rows = [_sample_row(row.request, row.start + row.n) for row in rows if row.samples]
     return Batch(
-        uploads=[(request.slot, np.asarray(request.tokens, np.int64)) for request in step.admitted],
-        token_rows=torch.from_numpy(buffer_rows[row_of_token]),
+        uploads=_uploads(step.admitted) if step.admitted else None,
+        token_rows=torch.from_numpy(np.array([row.request.slot for row in rows])[row_of_token]),
         positions=torch.from_numpy(positions),
-        groups=groups,
-        sampled=LastTokens(torch.from_numpy(ends[samples] - 1), _from_zero(samples.cumsum())),
-        samples=[_sample_row(row.request, row.start + row.n) for row in rows if row.samples],
-        scored=[_scored_row(row, first) for row, first in zip(rows, firsts.tolist(), strict=True)],
+        groups=[attend(ends, group) for group in range(len(groups.windows))],
+        wanted=None if needs_all else LastTokens(last, attend(samples.cumsum(), groups.last)),
+        sampled=last if needs_all and len(last) < ends[-1] else None,
+        sampling=sampling(sampled_rows) if sampled_rows else None,
+        scored=scored,
     )
 
 
-def _from_zero(sums: np.ndarray) -> Tensor:
-    """Running sums [B] with the empty one before them: int32 [B + 1]."""
-    return torch.from_numpy(np.concatenate(([0], sums)).astype(np.int32))
+def sampling(rows: Sequence[SampleRow]) -> Sampling:
+    """How rows of logits, in this order, become tokens."""
+    reported = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
+    young = [index for index, row in enumerate(rows) if row.position - row.n_prompt < row.params.min_tokens]
+    forbidden = [(index, token) for index in young for token in rows[index].stop_ids]
+    return Sampling(
+        rows=_integers(row.slot for row in rows),
+        positions=_integers(row.position for row in rows),
+        draws=_draws(rows),
+        penalties=_penalties(rows),
+        forbidden=torch.tensor(forbidden).T.contiguous() if forbidden else None,
+        reported=_integers(reported) if reported else None,
+        tops=[rows[index].params.logprobs or 0 for index in reported],
+    )
+
+
+def _draws(rows: Sequence[SampleRow]) -> Draws | None:
+    lines = [index for index, row in enumerate(rows) if not row.params.greedy]
+    if not lines:
+        return None
+    drawn = [rows[index] for index in lines]
+    return Draws(
+        lines=None if len(lines) == len(rows) else _integers(lines),
+        temperature=_floats(row.params.temperature for row in drawn),
+        min_p=_floats(row.params.min_p for row in drawn),
+        top_k=_integers(max(0, row.params.top_k) for row in drawn),
+        top_p=_floats(row.params.top_p for row in drawn),
+        key=_integers(_signed(row.noise_key) for row in drawn),
+        position=_integers(row.position for row in drawn),
+    )
+
+
+def _penalties(rows: Sequence[SampleRow]) -> Penalties | None:
+    lines = [index for index, row in enumerate(rows) if row.params.has_penalties and row.position]
+    if not lines:
+        return None
+    penalized = [rows[index] for index in lines]
+    return Penalties(
+        lines=_integers(lines),
+        slots=_integers(row.slot for row in penalized),
+        known=_integers(row.position for row in penalized),
+        n_prompt=_integers(row.n_prompt for row in penalized),
+        repetition=_floats(row.params.repetition_penalty for row in penalized),
+        presence=_floats(row.params.presence_penalty for row in penalized),
+        frequency=_floats(row.params.frequency_penalty for row in penalized),
+        longest=max(row.position for row in penalized),
+    )
+
+
+def _uploads(admitted: Sequence[Request]) -> Uploads:
+    lengths = np.array([len(request.tokens) for request in admitted])
+    ends = lengths.cumsum()
+    positions = np.arange(int(ends[-1])) - np.repeat(ends - lengths, lengths)
+    return Uploads(
+        rows=torch.from_numpy(np.repeat(np.array([request.slot for request in admitted]), lengths)),
+        positions=torch.from_numpy(positions),
+        tokens=torch.from_numpy(np.concatenate([np.asarray(request.tokens, np.int64) for request in admitted])),
+    )
+
+
+def _integers(values: Iterable[int]) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.int64)
+
+
+def _floats(values: Iterable[float]) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.float32)
+
+
+def _signed(key: int) -> int:
+    """The same 64 bits as a signed integer."""
+    return key - (1 << 64) if key >= 1 << 63 else key
 
 
 def _block_table(held: Sequence[array[int]]) -> np.ndarray:
@@ -104,4 +239,4 @@ def _scored_row(row: StepRow, first: int) -> ScoredRow | None:
     targets = request.tokens[row.start + 1 : min(row.start + row.n + 1, request.n_prompt)]
     if not targets:
         return None
-    return ScoredRow(first, len(targets), targets, request.params.prompt_logprobs)
+    return ScoredRow(first, torch.tensor(targets), request.params.prompt_logprobs)

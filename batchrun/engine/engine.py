@@ -14,7 +14,6 @@ from pydantic import ValidationError
 
 from batchrun.data.rows import TokenLogprob
 from batchrun.engine import memory
-from batchrun.engine.batch import build_batch
 from batchrun.engine.blocks import BlockPool
 from batchrun.engine.calibrate import calibrated
 from batchrun.engine.executor import Executor
@@ -198,8 +197,7 @@ class Engine:
         step = self.scheduler.schedule()
         live = None
         if step is not None:
-            batch = build_batch(step, self.spec.block_size, len(self.scheduler.groups))
-            live = (step, self.executor.launch(batch))
+            live = (step, self.executor.launch(step))
         previous, self._in_flight = self._in_flight, live
         return self._settle(*previous) if previous else []
 

@@ -1,26 +1,37 @@
 """Runs steps on the device, in order, one after another: token buffer, KV caches, forward pass, sampling.
 
 `Executor.launch` does not block. Sampled ids stay in the token buffer on the device, where the next step reads them, so
-a step can be launched before the host knows what the one before it sampled.
+a step can be launched before the host knows what the one before it sampled. One thread launches steps and never waits
+for the device; another waits for what came out of them and makes the host's results.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from batchrun.data.rows import TokenLogprob
-from batchrun.engine.batch import Batch, ScoredRow
-from batchrun.engine.request import StepOutput
-from batchrun.engine.sampler import logprobs, sample
+from batchrun.engine.batch import Batch, Groups, Sampling, ScoredRow, build_batch
+from batchrun.engine.graphs import DecodeGraphs
+from batchrun.engine.request import Step, StepOutput
+from batchrun.engine.sampler import Logprobs, logprobs, sample, token_logprobs
+from batchrun.engine.transfer import Transfer, rebuilt, tensors_of
 from batchrun.models.decoder import Decoder
 from batchrun.models.kv_cache import KVCache, zeros
-from batchrun.ops.attention_batch import AttentionBatch, LastTokens
 
 _LOGIT_ROWS = 256  # rows of logits that exist at once while prompts are scored
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What a step left on the device for the host."""
+
+    chosen: Tensor | None  # int64 [S]
+    reported: Logprobs | None  # of the rows whose log-probabilities are wanted
+    scored: list[list[Logprobs]]  # per row of the step: of runs of its prompt
 
 
 class Executor:
@@ -50,56 +61,103 @@ class Executor:
         self.tokens = zeros((max_num_seqs, max_model_len), torch.int64, device)
         # Of every step: on a CPU, new memory would have to be cleared first.
         self._logits = torch.empty((max_num_seqs, config.vocab_size), dtype=torch.float32, device=device)
-        self._stream = ThreadPoolExecutor(1, "executor", initializer=use_threads, initargs=(num_threads,))
+        self._block_size = block_size
+        self._groups = Groups(model.windows, model.layers[-1].group, model.plan_attention)
+        self._transfer = Transfer(device)
+        fill_plan = getattr(model.ops, "fill_plan", None)  # of operations that never wait for the device
+        self._graphs = (
+            DecodeGraphs(self._decode, fill_plan, max_num_seqs) if fill_plan and device.type == "cuda" else None
+        )
+        self._launcher = ThreadPoolExecutor(1, "launcher", initializer=use_threads, initargs=(num_threads,))
+        self._reader = ThreadPoolExecutor(1, "reader")
 
-    def launch(self, batch: Batch) -> Future[StepOutput]:
-        """Queue a step behind those launched before."""
-        return self._stream.submit(self._run, batch)
+    def launch(self, step: Step) -> Future[StepOutput]:
+        """Queue a step behind those launched before, of which one at most has not ended."""
+        batch = build_batch(step, self._block_size, self._groups)
+        return self._reader.submit(_read, batch, self._launcher.submit(self._run, batch))
 
     def close(self) -> None:
-        self._stream.shutdown(wait=True, cancel_futures=True)
+        self._launcher.shutdown(wait=True, cancel_futures=True)
+        self._reader.shutdown(wait=True, cancel_futures=True)
 
     @torch.inference_mode()
-    def _run(self, batch: Batch) -> StepOutput:
-        for slot, known in batch.uploads:
-            self.tokens[slot, : len(known)] = torch.from_numpy(known).to(self.device)
-        positions = batch.positions.to(self.device)
-        ids = self.tokens[batch.token_rows.to(self.device), positions]
-        groups = [
-            AttentionBatch(g.cu_q.to(self.device), g.kv_len.to(self.device), g.block_table.to(self.device),
-                      g.slots.to(self.device)) for g in batch.groups
-        ]  # fmt: skip
-        sampled = LastTokens(batch.sampled.tokens.to(self.device), batch.sampled.cu_q.to(self.device))
-        all_wanted = len(sampled.tokens) == len(ids) or any(batch.scored)
-        hidden = self.model.forward(ids, positions, groups, self.caches, None if all_wanted else sampled)
+    def _run(self, batch: Batch) -> Landing:
+        """Launch all of a step. Nothing in here may wait for the device."""
+        if self._graphs is not None and batch.sampling is not None and self._graphs.take(batch):
+            logits = self._graphs.run(batch, self._transfer)
+            return Landing(self._sample(logits, self._transfer.send(batch.sampling), [[] for _ in batch.scored]))
+        batch = self._transfer.send(batch)
+        if batch.uploads is not None:
+            self.tokens[batch.uploads.rows, batch.uploads.positions] = batch.uploads.tokens
+        hidden = self._hidden(batch)
         scored = [self._score(hidden, row) if row else [] for row in batch.scored]
-        if not batch.samples:
-            return StepOutput([], [], scored)
-        if len(hidden) > len(batch.samples):
-            hidden = hidden[sampled.tokens]
-        logits = self.model.logits(hidden, self._logits[: len(hidden)])
-        top = [row.params.logprobs for row in batch.samples]
-        raw = logits.clone() if any(count is not None for count in top) else logits
-        chosen = sample(logits, batch.samples, self.tokens, self.model.ops)
-        slots = torch.tensor([row.slot for row in batch.samples], device=self.device)
-        self.tokens[slots, torch.tensor([row.position for row in batch.samples], device=self.device)] = chosen.clamp(
-            min=0
-        )
-        return StepOutput(chosen.tolist(), logprobs(raw, chosen.clamp(min=0), top), scored)
+        if batch.sampling is None:
+            return Landing(Sampled(None, None, scored))
+        logits = self._logits_of(hidden if batch.sampled is None else hidden[batch.sampled])
+        return Landing(self._sample(logits, batch.sampling, scored))
 
-    def _score(self, hidden: Tensor, row: ScoredRow) -> list[TokenLogprob]:
+    def _hidden(self, batch: Batch) -> Tensor:
+        ids = self.tokens[batch.token_rows, batch.positions]
+        return self.model.forward(ids, batch.positions, batch.groups, self.caches, batch.wanted)
+
+    def _logits_of(self, hidden: Tensor) -> Tensor:
+        return self.model.logits(hidden, self._logits[: len(hidden)])
+
+    def _decode(self, batch: Batch) -> Tensor:
+        """The logits of a step of one token a row, which is all that a graph holds."""
+        return self._logits_of(self._hidden(batch))
+
+    def _sample(self, logits: Tensor, sampling: Sampling, scored: list[list[Logprobs]]) -> Sampled:
+        ops = self.model.ops
+        raw = logits[sampling.reported] if sampling.reported is not None else None
+        chosen = sample(logits, sampling, self.tokens, ops)
+        known = chosen.clamp(min=0)
+        self.tokens[sampling.rows, sampling.positions] = known
+        if raw is None:
+            return Sampled(chosen, None, scored)
+        return Sampled(chosen, logprobs(raw, known[sampling.reported], max(sampling.tops), ops), scored)
+
+    def _score(self, hidden: Tensor, row: ScoredRow) -> list[Logprobs]:
         """Log-probabilities of a run of prompt tokens, a bounded number of logit rows at a time."""
-        out: list[TokenLogprob] = []
-        for begin in range(0, row.count, _LOGIT_ROWS):
-            count = min(_LOGIT_ROWS, row.count - begin)
-            logits = self.model.logits(hidden[row.first + begin : row.first + begin + count])
-            targets = torch.tensor(row.targets[begin : begin + count], device=self.device)
-            out.extend(_present(logprobs(logits, targets, [row.top] * count)))
-        return out
+        runs = zip(hidden[row.first :].split(_LOGIT_ROWS), row.targets.split(_LOGIT_ROWS), strict=False)
+        return [
+            logprobs(self.model.logits(states[: len(targets)]), targets, row.top, self.model.ops)
+            for states, targets in runs
+        ]
 
 
-def _present(entries: Sequence[TokenLogprob | None]) -> list[TokenLogprob]:
-    return [entry for entry in entries if entry is not None]
+class Landing:
+    """What a step leaves on the device, on its way to the host."""
+
+    def __init__(self, sampled: Sampled) -> None:
+        tensors = list(tensors_of(sampled))
+        self._sampled = rebuilt(sampled, [tensor.to("cpu", non_blocking=True) for tensor in tensors])
+        self._there = None
+        if any(tensor.is_cuda for tensor in tensors):
+            self._there = torch.cuda.Event()
+            self._there.record()
+
+    def wait(self) -> Sampled:
+        if self._there is not None:
+            self._there.synchronize()
+        return self._sampled
+
+
+def _read(batch: Batch, launched: Future[Landing]) -> StepOutput:
+    """Wait for a step, and make the host's results of what it left."""
+    sampled = launched.result().wait()
+    scored = [
+        [each for run in runs for each in token_logprobs(run, [row.top] * len(run.targets))] if row else []
+        for row, runs in zip(batch.scored, sampled.scored, strict=True)
+    ]
+    if batch.sampling is None or sampled.chosen is None:
+        return StepOutput([], [], scored)
+    reported: list[TokenLogprob | None] = [None] * len(sampled.chosen)
+    if sampled.reported is not None and batch.sampling.reported is not None:
+        entries = token_logprobs(sampled.reported, batch.sampling.tops)
+        for index, entry in zip(batch.sampling.reported.tolist(), entries, strict=True):
+            reported[index] = entry
+    return StepOutput(sampled.chosen.tolist(), reported, scored)
 
 
 def use_threads(count: int | None) -> None:

@@ -1,123 +1,98 @@
-"""Logits to tokens and log-probabilities, row by row: a row's result never depends on the rows beside it."""
+"""Logits to tokens and log-probabilities, row by row: a row's result never depends on the rows beside it.
+
+Nothing here waits for the device: shapes are known on the host.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from batchrun.data.rows import TokenLogprob
-from batchrun.engine.batch import SampleRow
+from batchrun.engine.batch import Draws, Penalties, Sampling
 
 
-def sample(logits: Tensor, rows: Sequence[SampleRow], token_buffer: Tensor, ops: ModuleType) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Log-probabilities of ``targets`` [N], float32, and of the most likely tokens [N, C] in their order."""
+
+    targets: Tensor
+    of_target: Tensor
+    ids: Tensor
+    values: Tensor
+
+
+def sample(logits: Tensor, sampling: Sampling, token_buffer: Tensor, ops: ModuleType) -> Tensor:
     """Choose a token for each row.
 
     ``logits`` [S, V] float32 is modified in place. ``token_buffer`` [slots, length] int64 holds each request's tokens
     up to its row's position. ``ops`` is a module of `batchrun.ops`. Returns [S] int64 ids on the logits' device,
     `NO_TOKEN` where logits are not numbers (which is how ``ops.argmax`` and ``ops.draw`` tell it).
     """
-    _penalize(logits, rows, token_buffer)
-    _forbid_stopping(logits, rows)
-    drawn = [index for index, row in enumerate(rows) if not row.params.greedy]
-    if len(drawn) == len(rows):
-        return _draw(logits, rows, ops)
+    if sampling.penalties is not None:
+        _penalize(logits, sampling.penalties, token_buffer)
+    if sampling.forbidden is not None:
+        lines, tokens = sampling.forbidden
+        logits[lines, tokens] = -math.inf
+    draws = sampling.draws
+    if draws is not None and draws.lines is None:
+        return _draw(logits, draws, ops)
     chosen: Tensor = ops.argmax(logits)
-    if drawn:
-        at = torch.tensor(drawn, device=logits.device)
-        chosen[at] = _draw(logits[at], [rows[index] for index in drawn], ops)
+    if draws is not None:
+        chosen[draws.lines] = _draw(logits[draws.lines], draws, ops)
     return chosen
 
 
-def _penalize(logits: Tensor, rows: Sequence[SampleRow], token_buffer: Tensor) -> None:
-    """Apply the penalties to the logits [S, V] of rows that have some, in place."""
-    lines = [index for index, row in enumerate(rows) if row.params.has_penalties]
-    if not lines:
-        return
-    device, size = logits.device, logits.shape[1]
-    params = [row.params for row in rows]
-    repetition = torch.tensor([each.repetition_penalty for each in params], device=device)
-    presence = torch.tensor([each.presence_penalty for each in params], device=device)
-    frequency = torch.tensor([each.frequency_penalty for each in params], device=device)
+def _penalize(logits: Tensor, rows: Penalties, token_buffer: Tensor) -> None:
+    """Apply the penalties to the logits [S, V] of ``rows``, in place."""
+    places = torch.arange(rows.longest, device=logits.device)
+    known = rows.known[:, None]
+    # Places past a row's end repeat its last token. A token that comes twice is written twice with the same value.
+    tokens = token_buffer[rows.slots[:, None], torch.minimum(places, known - 1)]
+    lines = rows.lines[:, None].expand_as(tokens)
+    values, penalty = logits[lines, tokens], rows.repetition[:, None]
+    values = torch.where(values > 0, values / penalty, values * penalty)
 
-    known = [token_buffer[rows[index].slot, : rows[index].position] + index * size for index in lines]
-    seen = torch.cat(known).unique()
-    line, token = seen // size, seen % size
-    values, penalty = logits[line, token], repetition[line]
-    logits[line, token] = torch.where(values > 0, values / penalty, values * penalty)
-
-    output = [tokens[rows[index].n_prompt :] for index, tokens in zip(lines, known, strict=True)]
-    generated, counts = torch.cat(output).unique(return_counts=True)
-    line, token = generated // size, generated % size
-    logits[line, token] -= frequency[line] * counts + presence[line]
+    generated = (places >= rows.n_prompt[:, None]) & (places < known)
+    ordered = tokens.masked_fill(~generated, logits.shape[1]).sort(dim=1).values
+    counts = torch.searchsorted(ordered, tokens, right=True) - torch.searchsorted(ordered, tokens)
+    values -= rows.frequency[:, None] * counts + rows.presence[:, None] * (counts > 0)
+    logits[lines, tokens] = values
 
 
-def _forbid_stopping(logits: Tensor, rows: Sequence[SampleRow]) -> None:
-    """Rule out, in place, the stop ids of rows that have fewer than ``min_tokens``."""
-    young = [index for index, row in enumerate(rows) if row.position - row.n_prompt < row.params.min_tokens]
-    pairs = [(index, token) for index in young for token in rows[index].stop_ids]
-    if pairs:
-        line, token = torch.tensor(pairs, device=logits.device).T
-        logits[line, token] = -math.inf
-
-
-def _draw(logits: Tensor, rows: Sequence[SampleRow], ops: ModuleType) -> Tensor:
+def _draw(logits: Tensor, draws: Draws, ops: ModuleType) -> Tensor:
     """Draw a token for each row of logits [R, V] under its parameters; returns [R] ids."""
-    device = logits.device
-    params = [row.params for row in rows]
-
-    def floats(values: Iterable[float]) -> Tensor:
-        return torch.tensor(list(values), dtype=torch.float32, device=device)
-
-    def integers(values: Iterable[int]) -> Tensor:
-        return torch.tensor(list(values), dtype=torch.int64, device=device)
-
     drawn: Tensor = ops.draw(
         logits,
-        temperature=floats(each.temperature for each in params),
-        min_p=floats(each.min_p for each in params),
-        top_k=integers(max(0, each.top_k) for each in params),
-        top_p=floats(each.top_p for each in params),
-        key=integers(_signed(row.noise_key) for row in rows),
-        position=integers(row.position for row in rows),
+        temperature=draws.temperature,
+        min_p=draws.min_p,
+        top_k=draws.top_k,
+        top_p=draws.top_p,
+        key=draws.key,
+        position=draws.position,
     )
     return drawn
 
 
-def _signed(key: int) -> int:
-    """The same 64 bits as a signed integer."""
-    return key - (1 << 64) if key >= 1 << 63 else key
+def logprobs(logits: Tensor, targets: Tensor, top: int, ops: ModuleType) -> Logprobs:
+    """Log-probabilities of ``targets`` [N] int64 and of the ``top`` most likely under raw ``logits`` [N, V] float32."""
+    return Logprobs(targets, *ops.token_logprobs(logits, targets, top))
 
 
-def logprobs(logits: Tensor, targets: Tensor, top: Sequence[int | None]) -> list[TokenLogprob | None]:
-    """Log-probabilities of ``targets`` [N] under raw ``logits`` [N, V] float32, for rows whose ``top`` is not None.
-
-    ``top`` says how many of the most likely tokens to list beside the target.
-    """
-    wanted = [index for index, count in enumerate(top) if count is not None]
-    out: list[TokenLogprob | None] = [None] * len(top)
-    if not wanted:
-        return out
-    index = torch.tensor(wanted, device=logits.device)
-    table = torch.log_softmax(logits[index], dim=-1)
-    of_target = table.gather(1, targets[index][:, None])[:, 0].tolist()
-    target_ids = targets[index].tolist()
-    for line, row in enumerate(wanted):
-        out[row] = TokenLogprob(target_ids[line], _finite(of_target[line]), _most_likely(table[line], top[row] or 0))
-    return out
-
-
-def _most_likely(row: Tensor, count: int) -> list[tuple[int, float | None]]:
-    """The ``count`` largest log-probabilities of a row [V] and their ids, of equals the smaller id first."""
-    if count == 0:
-        return []
-    least = row.topk(min(count, len(row))).values[-1]
-    ids = (row >= least).nonzero()[:, 0]
-    values, order = row[ids].sort(descending=True, stable=True)
-    return [(i, _finite(v)) for i, v in zip(ids[order][:count].tolist(), values[:count].tolist(), strict=True)]
+def token_logprobs(found: Logprobs, tops: Sequence[int]) -> list[TokenLogprob]:
+    """What was found, on the host: a list of ``tops[i]`` most likely tokens beside target ``i``."""
+    ids, values = found.ids.tolist(), found.values.tolist()
+    return [
+        TokenLogprob(target, _finite(logprob), [(i, _finite(v)) for i, v in zip(ids[n][:top], values[n], strict=False)])
+        for n, (target, logprob, top) in enumerate(
+            zip(found.targets.tolist(), found.of_target.tolist(), tops, strict=True)
+        )
+    ]
 
 
 def _finite(value: float) -> float | None:

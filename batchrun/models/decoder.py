@@ -6,8 +6,9 @@ The forward pass is packed: the tokens of all rows lie one after the other; only
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,6 +86,10 @@ class Decoder:
             group=self.windows.index(window),
         )
 
+    def plan_attention(self, *batch: Any, **shape: Any) -> Any:
+        """The backend's ``attention_plan`` for the heads of this model."""
+        return self.ops.attention_plan(*batch, **shape, group=self.config.n_heads // self.config.n_kv_heads)
+
     def forward(
         self,
         ids: Tensor,
@@ -129,7 +134,7 @@ class Decoder:
             qkv, self.cos_sin, positions, batch.slots, keys, values, q_norm=layer.q_norm, k_norm=layer.k_norm, eps=eps
         )
         if wanted is not None:
-            q, residual, batch = q[wanted.tokens], residual[wanted.tokens], replace(batch, cu_q=wanted.cu_q)
+            q, residual, batch = q[wanted.tokens], residual[wanted.tokens], wanted.batch
         attended = ops.attention(q, keys, values, batch, scale=self.config.head_dim**-0.5, window=layer.window)
         hidden = ops.linear(attended.flatten(1), layer.output.weight, layer.output.bias)
         hidden = ops.add_rms_norm(hidden, residual, layer.mlp_norm, eps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -18,6 +19,7 @@ class AttentionBatch:
     kv_len: Tensor  # [B]
     block_table: Tensor  # [B, P] block ids; entries past a row's length, or behind its window, are 0
     slots: Tensor  # [T] int64, block * block_size + offset: where each token's KV goes
+    plan: Any = None  # how the backend divides the work, as its `attention_plan` laid it out on the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,4 +27,8 @@ class LastTokens:
     """The last tokens of some rows of a step, in order: those whose hidden states are wanted."""
 
     tokens: Tensor  # [S] int64
-    cu_q: Tensor  # int32 [B + 1]: running count of them
+    batch: AttentionBatch  # the last layer's, with these tokens alone as queries
+
+
+def no_plan(*_: Any, **__: Any) -> None:
+    """``attention_plan`` of a backend that divides its work when it is called."""

@@ -2,8 +2,22 @@
 
 from batchrun.kernels.cpu import add_rms_norm, argmax, attention, draw, rms_norm, rope_kv_write, silu_mul
 from batchrun.ops import dense_fixed, int8_native
+from batchrun.ops.attention_batch import no_plan as attention_plan
 from batchrun.ops.by_weight import by_weight
+from batchrun.ops.logprobs import token_logprobs
 
-__all__ = ["add_rms_norm", "argmax", "attention", "draw", "linear", "pack", "rms_norm", "rope_kv_write", "silu_mul"]
+__all__ = [
+    "add_rms_norm",
+    "argmax",
+    "attention",
+    "attention_plan",
+    "draw",
+    "linear",
+    "pack",
+    "rms_norm",
+    "rope_kv_write",
+    "silu_mul",
+    "token_logprobs",
+]
 
 pack, linear = by_weight(dense=dense_fixed, int8=int8_native)

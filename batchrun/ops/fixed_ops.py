@@ -13,11 +13,24 @@ from torch.nn import functional
 
 from batchrun.ops import dense_fixed, int8_torch, torch_ops
 from batchrun.ops.attention_batch import AttentionBatch
+from batchrun.ops.attention_batch import no_plan as attention_plan
 from batchrun.ops.by_weight import by_weight
 from batchrun.ops.tiles import tiled
-from batchrun.ops.torch_ops import add_rms_norm, argmax, draw, rms_norm, rope_kv_write
+from batchrun.ops.torch_ops import add_rms_norm, argmax, draw, rms_norm, rope_kv_write, token_logprobs
 
-__all__ = ["add_rms_norm", "argmax", "attention", "draw", "linear", "pack", "rms_norm", "rope_kv_write", "silu_mul"]
+__all__ = [
+    "add_rms_norm",
+    "argmax",
+    "attention",
+    "attention_plan",
+    "draw",
+    "linear",
+    "pack",
+    "rms_norm",
+    "rope_kv_write",
+    "silu_mul",
+    "token_logprobs",
+]
 
 _ITEMS = 16  # query tiles of one attention call
 _QUERIES = 4  # consecutive queries of one sequence in a tile

@@ -8,7 +8,6 @@ from types import ModuleType
 
 import torch
 
-from batchrun.engine.batch import build_batch
 from batchrun.engine.blocks import BlockPool
 from batchrun.engine.executor import Executor
 from batchrun.engine.request import Request, noise_key
@@ -101,8 +100,7 @@ class Driver:
             self.check()
             launched = None
             if step is not None:
-                batch = build_batch(step, scheduler.block_size, len(scheduler.groups))
-                launched = (step, self.executor.launch(batch))
+                launched = (step, self.executor.launch(step))
                 if not self.overlap:
                     in_flight, launched = launched, None
             if in_flight is not None:
