@@ -11,7 +11,11 @@ from typing import Any
 
 from batchrun.bench.engine_side import EngineSide
 
-_OPERATIONS = {"linear": "linear", "attention": "attention", "token_logprobs": "sampling"}  # every other operation is elementwise
+_OPERATIONS = {
+    "linear": "linear",
+    "attention": "attention",
+    "token_logprobs": "sampling",
+}  # every other operation is elementwise
 _HOST = ("pack", "attention_plan")  # the host's work before an operation
 PARTS = ("linear", "attention", "elementwise", "head", "sampling", "host")
 
@@ -46,7 +50,7 @@ def measure_breakdown(side: EngineSide) -> dict[str, float]:
     ``linear`` leaves out the output projection, which is ``head``; ``elementwise`` is norms, activations, and RoPE with
     the writing of KV. ``host`` is what is left: scheduling, batches, embedding lookups, taking results in.
     """
-    from batchrun.engine import executor
+    from batchrun.engine import executor, sampler
 
     clock = Clock()
     model = side.engine.executor.model
@@ -58,7 +62,7 @@ def measure_breakdown(side: EngineSide) -> dict[str, float]:
     with ExitStack() as stack:
         stack.enter_context(_replaced(model, "ops", SimpleNamespace(**timed)))
         stack.enter_context(_replaced(model, "logits", clock.timed("head", model.logits)))
-        stack.enter_context(_replaced(executor, "sample", clock.timed("sampling", executor.sample)))
+        stack.enter_context(_replaced(executor, "sample", clock.timed("sampling", sampler.sample)))
         seconds = side.run().seconds
     shares = {part: clock.seconds[part] / seconds for part in PARTS}
     return shares | {"host": 1 - sum(shares.values())}

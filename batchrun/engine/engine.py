@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -91,44 +92,48 @@ class Engine:
         self._generating = False
 
     def _load(self) -> None:
-        spec, raw = self.spec, self.files.config
+        spec = self.spec
         device = memory.resolve_device(spec.device)
         memory.check_quantization(self.model_spec.quantization, device)
         dtype = memory.resolve_dtype(self.model_spec.dtype, device)
-        self.max_model_len = memory.resolve_max_model_len(raw, self.model_spec)
+        self.max_model_len = memory.resolve_max_model_len(self.files.config, self.model_spec)
         if device == "cuda" and not torch.cuda.is_available():
             raise JobError(
                 f"engine.device: cuda cannot be used: PyTorch {torch.__version__} needs a newer NVIDIA driver"
             )
         torch_device, torch_dtype = torch.device(device), getattr(torch, dtype)
         decoder = self._decoder(torch_device, torch_dtype)
-        bytes_per_token = memory.kv_bytes_per_token(raw, memory.DTYPE_BYTES[dtype])
-        free = memory.available_memory() if device == "cpu" else _free_gpu_memory(spec.gpu_memory_utilization)
-        budget = memory.kv_budget(
-            spec, device, bytes_per_token=bytes_per_token, max_model_len=self.max_model_len, free=free
-        )
-        n_blocks = budget // (bytes_per_token * spec.block_size)
         num_threads = None if spec.num_threads == "auto" else min(spec.num_threads, os.cpu_count() or 1)
         self.step_times = self._step_times(decoder, dtype, num_threads) if device == "cpu" else None
         limits = resolve_limits(spec, device, self.step_times)
-        try:
+        with _allocation("engine.max_num_seqs: the rows of a step"):
             self.executor = Executor(
                 decoder,
                 device=torch_device,
                 dtype=torch_dtype,
-                n_blocks=n_blocks,
                 block_size=spec.block_size,
                 max_num_seqs=limits.max_num_seqs,
                 max_model_len=self.max_model_len,
                 num_threads=num_threads,
             )
-        except (MemoryError, RuntimeError, ValueError):  # as NumPy and torch say that an array is too large
-            raise JobError(
-                f"engine.kv_cache_memory: {format_bytes(budget)} cannot be allocated; set it lower, "
-                "or engine.max_num_seqs"
-            ) from None
+        bytes_per_token = memory.kv_bytes_per_token(self.files.config, memory.DTYPE_BYTES[dtype])
+        free = memory.available_memory() if device == "cpu" else self._free_gpu_memory(limits)
+        budget = memory.kv_budget(
+            spec, device, bytes_per_token=bytes_per_token, max_model_len=self.max_model_len, free=free
+        )
+        n_blocks = budget // (bytes_per_token * spec.block_size)
+        with _allocation(f"engine.kv_cache_memory: {format_bytes(budget)}"):
+            self.executor.allocate(n_blocks)
         groups = [KVGroup(window) for window in decoder.windows]
         self.scheduler = Scheduler(groups, [BlockPool(n_blocks, spec.block_size) for _ in groups], limits)
+
+    def _free_gpu_memory(self, limits: Limits) -> int:
+        """Bytes that ``gpu_memory_utilization`` leaves for KV beside all that the largest step holds."""
+        with _allocation("engine.max_num_batched_tokens: the largest step"):
+            peak = self.executor.peak_bytes(limits.max_num_batched_tokens)
+        free, total = torch.cuda.mem_get_info()
+        others = total - free - torch.cuda.memory_reserved()  # the driver's, and other processes'
+        return int(self.spec.gpu_memory_utilization * total) - others - peak
 
     def _decoder(self, device: torch.device, dtype: torch.dtype) -> Decoder:
         config = model_config(self.files.config)
@@ -368,6 +373,10 @@ def prompt_logprobs(request: Request) -> list[TokenLogprob] | None:
     return [TokenLogprob(request.tokens[0], None), *request.prompt_logprobs]
 
 
-def _free_gpu_memory(utilization: float) -> int:
-    free, total = torch.cuda.mem_get_info()
-    return int(free - (1 - utilization) * total)
+@contextmanager
+def _allocation(what: str) -> Iterator[None]:
+    """Says of ``what`` that there is no memory for it."""
+    try:
+        yield
+    except (MemoryError, RuntimeError, ValueError):  # as NumPy and torch say that an array is too large
+        raise JobError(f"{what} cannot be allocated; set it lower, or engine.max_num_seqs") from None

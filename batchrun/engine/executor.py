@@ -7,6 +7,7 @@ for the device; another waits for what came out of them and makes the host's res
 
 from __future__ import annotations
 
+from array import array
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -16,12 +17,15 @@ from torch import Tensor
 from batchrun.data.rows import TokenLogprob
 from batchrun.engine.batch import Batch, Groups, Sampling, ScoredRow, build_batch
 from batchrun.engine.graphs import DecodeGraphs
-from batchrun.engine.request import Step, StepOutput
+from batchrun.engine.memory import RESERVED_BLOCKS
+from batchrun.engine.request import Request, Step, StepOutput, StepRow
 from batchrun.engine.sampler import Logprobs, logprobs, sample, token_logprobs
 from batchrun.engine.transfer import Transfer, rebuilt, tensors_of
 from batchrun.models.decoder import Decoder
 from batchrun.models.kv_cache import KVCache, zeros
+from batchrun.sampling import SamplingParams
 
+_REPORTED = 20  # log-probabilities of a row that memory is measured with
 _LOGIT_ROWS = 256  # rows of logits that exist at once while prompts are scored
 
 
@@ -35,10 +39,10 @@ class Sampled:
 
 
 class Executor:
-    """One model on one device.
+    """One model on one device; it runs once `allocate` has given it a KV pool.
 
-    ``n_blocks`` blocks of ``block_size`` tokens per KV group, block 0 included; ``max_num_seqs`` rows of at most
-    ``max_model_len`` tokens in the token buffer. ``num_threads`` bounds the CPU threads of an operation.
+    ``max_num_seqs`` rows of at most ``max_model_len`` tokens in the token buffer, their keys and values in blocks of
+    ``block_size`` tokens. ``num_threads`` bounds the CPU threads of an operation.
     """
 
     def __init__(
@@ -47,7 +51,6 @@ class Executor:
         *,
         device: torch.device,
         dtype: torch.dtype,
-        n_blocks: int,
         block_size: int,
         max_num_seqs: int,
         max_model_len: int,
@@ -55,12 +58,11 @@ class Executor:
     ) -> None:
         self.model = model
         self.device = device
-        config = model.config
-        shape = (n_blocks, config.n_kv_heads, block_size, config.head_dim)
-        self.caches = [KVCache.zeros(*shape, dtype, device) for _ in model.layers]
+        self.caches: list[KVCache] = []
         self.tokens = zeros((max_num_seqs, max_model_len), torch.int64, device)
         # Of every step: on a CPU, new memory would have to be cleared first.
-        self._logits = torch.empty((max_num_seqs, config.vocab_size), dtype=torch.float32, device=device)
+        self._logits = torch.empty((max_num_seqs, model.config.vocab_size), dtype=torch.float32, device=device)
+        self._dtype = dtype
         self._block_size = block_size
         self._groups = Groups(model.windows, model.layers[-1].group, model.plan_attention)
         self._transfer = Transfer(device)
@@ -70,6 +72,22 @@ class Executor:
         )
         self._launcher = ThreadPoolExecutor(1, "launcher", initializer=use_threads, initargs=(num_threads,))
         self._reader = ThreadPoolExecutor(1, "reader")
+
+    def allocate(self, n_blocks: int) -> None:
+        """Make a KV pool of ``n_blocks`` blocks per KV group, block 0 included, in place of what there was."""
+        config = self.model.config
+        shape = (n_blocks, config.n_kv_heads, self._block_size, config.head_dim)
+        self.caches = []
+        self.caches = [KVCache.zeros(*shape, self._dtype, self.device) for _ in self.model.layers]
+
+    def peak_bytes(self, max_num_batched_tokens: int) -> int:
+        """Bytes of the GPU that PyTorch holds while it runs the largest step that there can be, KV left out."""
+        self.allocate(RESERVED_BLOCKS)
+        torch.cuda.reset_peak_memory_stats()
+        step = largest_step(len(self.tokens), max_num_batched_tokens, self._block_size, len(self.model.windows))
+        self.launch(step).result()
+        torch.cuda.empty_cache()
+        return torch.cuda.max_memory_allocated()
 
     def launch(self, step: Step) -> Future[StepOutput]:
         """Queue a step behind those launched before, of which one at most has not ended."""
@@ -158,6 +176,21 @@ def _read(batch: Batch, launched: Future[Landing]) -> StepOutput:
         for index, entry in zip(batch.sampling.reported.tolist(), entries, strict=True):
             reported[index] = entry
     return StepOutput(sampled.chosen.tolist(), reported, scored)
+
+
+def largest_step(rows: int, tokens: int, block_size: int, n_groups: int) -> Step:
+    """A step of ``rows`` sequences and ``tokens`` tokens in all, that samples after each and reports log-probabilities.
+
+    All keys and values are in block 0.
+    """
+    params = SamplingParams(max_tokens=1, top_p=0.9, logprobs=_REPORTED)
+    counts = [tokens // rows + (row < tokens % rows) for row in range(rows)]
+    requests = []
+    for slot, count in enumerate(counts):
+        request = Request(slot, [0] * count, count, params, slot, frozenset(), count + 1, slot=slot)
+        request.blocks = [array("i", [0] * -(-count // block_size)) for _ in range(n_groups)]
+        requests.append(request)
+    return Step([StepRow(request, 0, request.n_prompt, True, 0) for request in requests], requests)
 
 
 def use_threads(count: int | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 
@@ -30,5 +31,10 @@ class LastTokens:
     batch: AttentionBatch  # the last layer's, with these tokens alone as queries
 
 
-def no_plan(*_: Any, **__: Any) -> None:
-    """``attention_plan`` of a backend that divides its work when it is called."""
+def no_plan(
+    cu_q: np.ndarray, kv_len: np.ndarray, block_table: np.ndarray, *, block_size: int, group: int, window: int | None
+) -> None:
+    """``attention_plan`` of a backend that divides its work when it is called.
+
+    Others lay it out on the host, from the batch's arrays there: ``group`` query heads share a KV head.
+    """

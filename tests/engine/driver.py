@@ -75,11 +75,11 @@ class Driver:
             decoder,
             device=CPU,
             dtype=decoder.norm.dtype,
-            n_blocks=n_blocks,
             block_size=block_size,
             max_num_seqs=max_num_seqs,
             max_model_len=MAX_LEN,
         )
+        self.executor.allocate(n_blocks)
         groups = [KVGroup(window) for window in decoder.windows]
         limits = Limits(max_num_seqs, max(budget, max_num_seqs), prefix_caching)
         self.scheduler = Scheduler(groups, [BlockPool(n_blocks, block_size) for _ in groups], limits)
