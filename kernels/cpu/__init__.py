@@ -191,7 +191,6 @@ def attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-    out: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of ragged queries over a paged KV cache, heads grouped (GQA).
 
@@ -206,7 +205,6 @@ def attention(
         scale: factor of the dot products.
         window: a query at position p sees the keys after p - window; None: all up to p.
         softcap: scores become ``softcap * tanh(score / softcap)``.
-        out: where to write; like q (and may be q).
 
     Returns:
         [T, HQ, D] of q's dtype.
@@ -223,7 +221,7 @@ def attention(
     _like("cu_q", batch.cu_q, (rows + 1,), torch.int32)
     _like("kv_len", batch.kv_len, (rows,), torch.int32)
     _like("block_table", table, table.shape, torch.int32)
-    out = _output("out", out, q.shape, q.dtype)
+    out = torch.empty_like(q)
     _call(
         "batchrun_attention",
         *(q, k_cache, v_cache, out, batch.cu_q, batch.kv_len, table, tokens, n_blocks, k_cache.stride(1)),
@@ -233,25 +231,25 @@ def attention(
     return out
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, rounded once.
 
-    x: [..., H]; weight: [H] of x's dtype; out: like x (and may be x).
+    x: [..., H]; weight: [H] of x's dtype.
     """
-    return _rms_norm(x, None, weight, eps, out)
+    return _rms_norm(x, None, weight, eps)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``residual += x`` in place, then the RMS norm of the (rounded) sum; tensors as in :func:`rms_norm`."""
     _like("residual", residual, x.shape, x.dtype)
-    return _rms_norm(x, residual, weight, eps, out)
+    return _rms_norm(x, residual, weight, eps)
 
 
-def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
+def silu_mul(gate_up: Tensor) -> Tensor:
     """``silu(gate) * up`` of gate_up [T, 2I], the gates first -> [T, I], rounded once."""
     tokens, width = _floats("gate_up", gate_up, 2)
     _require(width % 2 == 0, f"gate_up must be [T, 2I], not {tuple(gate_up.shape)}")
-    out = _output("out", out, (tokens, width // 2), gate_up.dtype)
+    out = gate_up.new_empty(tokens, width // 2)
     _call("batchrun_silu_mul", gate_up, out, tokens, width // 2, gate_up.dtype is torch.bfloat16)
     return out
 
@@ -360,15 +358,18 @@ def _multiply(
         _like("bias", bias, (n,), x.dtype)
     dtype = dtype or x.dtype
     _require(dtype in DTYPES, f"the result must be float32 or bfloat16, not {dtype}")
-    out = _output("out", out, (tokens, n), dtype)
+    if out is None:
+        out = x.new_empty(tokens, n, dtype=dtype)
+    else:
+        _like("out", out, (tokens, n), dtype)
     _call(function, x, *weight, bias, out, tokens, n, k, *(each is torch.bfloat16 for each in (x.dtype, dtype)))
     return out
 
 
-def _rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor | None) -> Tensor:
+def _rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     width = _floats("x", x, None)[-1]
     _like("weight", weight, (width,), x.dtype)
-    out = _output("out", out, x.shape, x.dtype)
+    out = torch.empty_like(x)
     rows = x.numel() // width if width else 0
     _call("batchrun_rms_norm", x, residual, weight, out, rows, width, eps, x.dtype is torch.bfloat16)
     return out
@@ -442,13 +443,6 @@ def _caches(k_cache: Tensor, v_cache: Tensor) -> torch.Size:
                 f"head, not {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
             )
     return k_cache.shape
-
-
-def _output(name: str, out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    if out is None:
-        return torch.empty(shape, dtype=dtype)
-    _like(name, out, shape, dtype)
-    return out
 
 
 def _check_heads(q_heads: int, kv_heads: int, dim: int) -> None:

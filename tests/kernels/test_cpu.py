@@ -299,12 +299,11 @@ def test_attention_reads_no_window_freed_block_and_zeroes_padding() -> None:
 
 
 @needs_kernels
-def test_attention_mixes_dtypes_and_writes_in_place() -> None:
+def test_attention_mixes_dtypes() -> None:
     s = make_sequence(90, 4, 2, 64, torch.bfloat16)
     q, k_cache, v_cache, batch = paged([(s, 80, 90)], 16)
-    out = q.float()
-    returned = cpu.attention(out, k_cache, v_cache, batch, scale=0.125, out=out)
-    assert returned is out
+    out = cpu.attention(q.float(), k_cache, v_cache, batch, scale=0.125)
+    assert out.dtype is torch.float32
     torch.testing.assert_close(out.double(), reference(s, 80, 90), rtol=0.02, atol=0.02)  # of bfloat16 probabilities
 
 
@@ -416,8 +415,6 @@ def test_norms_equal_float64_and_rows_stand_alone(dtype: torch.dtype, rows: int,
     assert torch.equal(normed, cpu.rms_norm(total, weight, 1e-5))
     for i in range(0, rows, 17):
         assert torch.equal(cpu.rms_norm(x[i], weight, 1e-5), out[i])
-    assert cpu.rms_norm(x, weight, 1e-5, out=x) is x
-    assert torch.equal(x, out)
 
 
 @needs_kernels

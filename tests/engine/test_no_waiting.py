@@ -1,0 +1,131 @@
+"""Nothing in a step on a GPU waits for the device: shown on tensors that hold no numbers, so that none can be asked for."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+
+from batchrun.engine.batch import Groups, build_batch
+from batchrun.engine.executor import Executor, largest_step
+from batchrun.engine.graphs import DecodeGraphs
+from batchrun.engine.request import Step, StepRow
+from batchrun.kernels.cpu.build import BuildError, find_compiler
+from batchrun.model_files import resolve
+from batchrun.models.decoder import Decoder
+from batchrun.models.families import model_config
+from batchrun.ops import torch_ops
+from batchrun.sampling import SamplingParams
+from batchrun.weights.load import Loader, open_weights
+from tests.engine.test_batch import decoding, running
+
+pytest.importorskip("triton")
+from batchrun.ops import fixed_triton_ops, triton_ops
+
+CUDA = torch.device("cuda")
+KERNELS = ("activation", "attention", "filters", "logprobs", "norm", "rope", "sampling")
+EVERYTHING = SamplingParams(
+    temperature=0.7, top_p=0.9, top_k=5, min_p=0.01, max_tokens=9, min_tokens=3, logprobs=2, repetition_penalty=1.2,
+    presence_penalty=0.1, frequency_penalty=0.1,
+)  # fmt: skip
+GUARD = """
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+static c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> guard;
+static c10::impl::DeviceGuardImplRegistrar registered(c10::DeviceType::CUDA, &guard);
+"""
+
+
+@pytest.fixture(scope="module")
+def device_guard(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """PyTorch built for CPUs knows no guard of CUDA devices, without which it does not even fake them."""
+    if torch.version.cuda is not None:
+        return
+    folder, torch_folder = tmp_path_factory.mktemp("guard"), Path(torch.__file__).parent
+    source, library = folder / "guard.cpp", folder / "guard.so"
+    source.write_text(GUARD)
+    try:
+        compiler = find_compiler()
+    except BuildError as error:
+        pytest.skip(str(error))
+    flags = ["-std=c++20", "-O0", "-fPIC", "-shared", f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}"]
+    subprocess.run([*compiler, *flags, "-o", str(library), str(source), "-lc10"], check=True)
+    ctypes.CDLL(str(library))
+
+
+@pytest.fixture
+def fake_cuda(device_guard: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Fake tensors on a GPU of compute capability 8.0; gives the names of the kernels that are launched."""
+    launched: list[str] = []
+
+    def launch(kernel: Any, grid: Any, *args: Any, **constants: Any) -> None:
+        tensors = [each for each in args if isinstance(each, torch.Tensor)]
+        assert all(each.is_cuda for each in tensors), kernel
+        assert all(isinstance(size, int) for size in grid), kernel
+        launched.append(kernel.fn.__name__)
+
+    for name in KERNELS:
+        monkeypatch.setattr(import_module(f"batchrun.kernels.gpu.{name}"), "launch", launch)
+    monkeypatch.setattr("batchrun.kernels.gpu.attention.capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield launched
+
+
+def executor_on_gpu(path: Path, ops: ModuleType) -> Executor:
+    files = resolve(str(path))
+    config = model_config(files.config)
+    decoder = Decoder(config, Loader(open_weights(files), torch.bfloat16, CUDA, ops.pack), ops, 64)
+    executor = Executor(decoder, device=CUDA, dtype=torch.bfloat16, block_size=8, max_num_seqs=16, max_model_len=64)
+    executor.allocate(32)
+    return executor
+
+
+def steps() -> list[Step]:
+    """Prefill with everything that sampling can do, a chunk that samples nothing, scored prompts, decoding."""
+    plain, sampled = running(5, 9, 30), running(6, 17, params=EVERYTHING)
+    scored = running(12, params=SamplingParams(max_tokens=2, temperature=0, prompt_logprobs=3))
+    mixed = [StepRow(plain[0], 0, 5, True, 0), StepRow(sampled[1], 4, 13, True, 0), StepRow(plain[2], 8, 4, False, 0)]
+    return [
+        largest_step(4, 21, 8, 1),
+        Step(mixed, [plain[0], sampled[1]]),
+        Step([StepRow(plain[2], 0, 8, False, 0)], [plain[2]]),
+        Step([StepRow(scored[0], 0, 12, True, 0)], [scored[0]]),
+        decoding(plain),
+        decoding(sampled),
+    ]
+
+
+@pytest.mark.parametrize("ops", [triton_ops, fixed_triton_ops], ids=["triton", "fixed_triton"])
+def test_no_step_waits(
+    tiny_model: Path, ops: ModuleType, fake_cuda: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured = []
+
+    def capture(self: DecodeGraphs, inputs: Any, memory: Any) -> Any:
+        captured.append(self._decode(inputs))
+        return SimpleNamespace(inputs=memory, graph=SimpleNamespace(replay=lambda: None), logits=captured[-1])
+
+    monkeypatch.setattr(DecodeGraphs, "_capture", capture)
+    executor = executor_on_gpu(tiny_model, ops)
+    groups = Groups(executor.model.windows, executor.model.layers[-1].group, executor.model.plan_attention)
+    for step in [*steps(), *steps()[-2:]]:
+        executor._run(build_batch(step, 8, groups))
+    assert len(captured) == 2  # the decoding steps, which come twice, have a graph each
+    assert {"_attend", "_merge"} <= set(fake_cuda)
+
+
+def test_operations_that_wait_are_seen(tiny_model: Path, fake_cuda: list[str]) -> None:
+    """The reference asks the device for numbers, and this is where that shows."""
+    executor = executor_on_gpu(tiny_model, torch_ops)
+    groups = Groups(executor.model.windows, 0, executor.model.plan_attention)
+    with pytest.raises((DataDependentOutputException, DynamicOutputShapeException)):
+        executor._run(build_batch(steps()[0], 8, groups))
+    assert not fake_cuda

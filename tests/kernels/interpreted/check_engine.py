@@ -1,0 +1,68 @@
+"""The whole engine with Triton's kernels, interpreted, gives the tokens that it gives on a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from batchrun.engine.graphs import DecodeGraphs, fill
+from batchrun.engine.request import Request
+from batchrun.ops import fixed_triton_ops, torch_ops, triton_ops
+from batchrun.sampling import SamplingParams
+from tests.engine.driver import Driver, load_decoder, request
+
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=3),
+    SamplingParams(temperature=0, max_tokens=3, logprobs=3),
+    SamplingParams(temperature=0.9, top_p=0.9, top_k=20, max_tokens=3, repetition_penalty=1.3),
+    SamplingParams(temperature=1.1, min_p=0.05, max_tokens=3, frequency_penalty=0.5, min_tokens=2),
+    SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=2),
+]
+PREFIX = [*range(5, 25)]
+
+
+def requests() -> list[Request]:
+    prompts = [PREFIX + [7 + index] * (1 + index) for index in range(len(PARAMS))]
+    return [request(index, prompts[index], params, stop_ids=[3]) for index, params in enumerate(PARAMS)]
+
+
+def run(path: Path, ops: ModuleType) -> list[Request]:
+    made = requests()
+    with Driver(load_decoder(path, ops=ops), block_size=16, n_blocks=64, max_num_seqs=4, budget=40) as driver:
+        driver.run(made)
+    return made
+
+
+@pytest.mark.parametrize("ops", [triton_ops, fixed_triton_ops], ids=["triton", "fixed_triton"])
+def test_the_engine_gives_the_tokens_of_the_reference(tiny_model: Path, ops: ModuleType) -> None:
+    for got, wanted in zip(run(tiny_model, ops), run(tiny_model, torch_ops), strict=True):
+        assert got.output_ids == wanted.output_ids
+        for ours, theirs in zip(
+            got.logprobs + got.prompt_logprobs, wanted.logprobs + wanted.prompt_logprobs, strict=True
+        ):
+            assert ours.token_id == theirs.token_id
+            assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+            assert [token for token, _ in ours.top] == [token for token, _ in theirs.top]
+
+
+def test_a_batch_filled_up_for_a_graph_gives_the_same_logits(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every decoding step is computed twice: as it is, and with the rows and sizes that a graph of it would have."""
+    compared = []
+    with Driver(load_decoder(tiny_model, ops=triton_ops), block_size=16, n_blocks=64) as driver:
+        executor = driver.executor
+        run_step = executor._run
+
+        def run_twice(batch):  # type: ignore[no-untyped-def]
+            if DecodeGraphs.take(batch):
+                with torch.inference_mode():
+                    filled = executor._decode(fill(batch, 7, triton_ops.fill_plan))[: len(batch.token_rows)].clone()
+                    torch.testing.assert_close(filled, executor._decode(batch), rtol=1e-5, atol=1e-5)
+                compared.append(len(filled))
+            return run_step(batch)
+
+        monkeypatch.setattr(executor, "_run", run_twice)
+        driver.run(requests()[:3])
+    assert compared
