@@ -1,4 +1,4 @@
-"""Nothing in a step on a GPU waits for the device: shown on tensors that hold no numbers, so that none can be asked for."""
+"""Nothing in a step on a GPU waits for the device: its tensors here hold no numbers, so that none can be asked for."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def fake_cuda(device_guard: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[l
 
     for name in KERNELS:
         monkeypatch.setattr(import_module(f"batchrun.kernels.gpu.{name}"), "launch", launch)
-    monkeypatch.setattr("batchrun.kernels.gpu.attention.capability", lambda device: (8, 0))
+    monkeypatch.setattr(import_module("batchrun.kernels.gpu.attention"), "capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None))
     with FakeTensorMode(allow_non_fake_inputs=True):
         yield launched
