@@ -16,7 +16,7 @@ from torch import Tensor
 
 from batchrun.data.rows import TokenLogprob
 from batchrun.engine.batch import Batch, Groups, Sampling, ScoredRow, build_batch
-from batchrun.engine.graphs import DecodeGraphs
+from batchrun.engine.graphs import DecodeGraphs, takes
 from batchrun.engine.memory import RESERVED_BLOCKS
 from batchrun.engine.request import Request, Step, StepOutput, StepRow
 from batchrun.engine.sampler import Logprobs, logprobs, sample, token_logprobs
@@ -91,18 +91,23 @@ class Executor:
 
     def launch(self, step: Step) -> Future[StepOutput]:
         """Queue a step behind those launched before, of which one at most has not ended."""
+        batch, filled = self._laid_out(step)
+        return self._reader.submit(_read, batch, self._launcher.submit(self._run, batch, filled))
+
+    def _laid_out(self, step: Step) -> tuple[Batch, Batch | None]:
+        """A step's inputs on the host, and what a graph reads of them where there is one for such a step."""
         batch = build_batch(step, self._block_size, self._groups)
-        return self._reader.submit(_read, batch, self._launcher.submit(self._run, batch))
+        return batch, self._graphs.fill(batch) if self._graphs is not None and takes(batch) else None
 
     def close(self) -> None:
         self._launcher.shutdown(wait=True, cancel_futures=True)
         self._reader.shutdown(wait=True, cancel_futures=True)
 
     @torch.inference_mode()
-    def _run(self, batch: Batch) -> Landing:
+    def _run(self, batch: Batch, filled: Batch | None) -> Landing:
         """Launch all of a step. Nothing in here may wait for the device."""
-        if self._graphs is not None and batch.sampling is not None and self._graphs.take(batch):
-            logits = self._graphs.run(batch, self._transfer)
+        if self._graphs is not None and filled is not None and batch.sampling is not None:
+            logits = self._graphs.run(filled, self._transfer)[: len(batch.token_rows)]
             return Landing(self._sample(logits, self._transfer.send(batch.sampling), [[] for _ in batch.scored]))
         batch = self._transfer.send(batch)
         if batch.uploads is not None:

@@ -46,18 +46,14 @@ class DecodeGraphs:
         self._fill_plan = fill_plan
         self._most = max_num_seqs
         self._captured: dict[Key, Captured] = {}
+        self._pool: Any = None
 
-    @staticmethod
-    def take(batch: Batch) -> bool:
-        """Whether every row of a step computes one token and samples the next."""
-        sampling = batch.sampling
-        every = sampling is not None and len(sampling.rows) == len(batch.token_rows)
-        return every and batch.uploads is None and not any(batch.scored)
+    def fill(self, batch: Batch) -> Batch:
+        """What a graph reads of a step that it `takes`."""
+        return fill(batch, min(bucket(len(batch.token_rows)), self._most), self._fill_plan)
 
-    def run(self, batch: Batch, transfer: Transfer) -> Tensor:
-        """Replay a step; returns its logits, which are valid until the next replay."""
-        count = len(batch.token_rows)
-        inputs = fill(batch, min(bucket(count), self._most), self._fill_plan)
+    def run(self, inputs: Batch, transfer: Transfer) -> Tensor:
+        """Replay a step that was filled up; returns its logits, which are valid until the next replay."""
         layout = layout_of(list(tensors_of(inputs)))
         key = layout, tuple(numbers_of(inputs))
         captured = self._captured.get(key)
@@ -67,7 +63,7 @@ class DecodeGraphs:
         else:
             transfer.send(inputs, captured.inputs)
         captured.graph.replay()
-        return captured.logits[:count]
+        return captured.logits
 
     def _capture(self, inputs: Batch, memory: Tensor) -> Captured:
         stream = torch.cuda.Stream()
@@ -76,9 +72,17 @@ class DecodeGraphs:
             self._decode(inputs)  # compiles what is not compiled, and makes the libraries' working memory
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        self._pool = self._pool or torch.cuda.graph_pool_handle()  # one for all, since one runs at a time
+        with torch.cuda.graph(graph, pool=self._pool):
             logits = self._decode(inputs)
         return Captured(graph, memory, logits)
+
+
+def takes(batch: Batch) -> bool:
+    """Whether every row of a step computes one token and samples the next, which is what graphs are made of."""
+    sampling = batch.sampling
+    every = sampling is not None and len(sampling.rows) == len(batch.token_rows)
+    return every and batch.uploads is None and not any(batch.scored)
 
 
 def bucket(count: int) -> int:

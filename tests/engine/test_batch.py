@@ -14,7 +14,7 @@ from torch import Tensor
 
 from batchrun.engine.batch import Batch, Groups, build_batch
 from batchrun.engine.executor import Executor, largest_step
-from batchrun.engine.graphs import DecodeGraphs, bucket, fill, numbers_of
+from batchrun.engine.graphs import bucket, fill, numbers_of, takes
 from batchrun.engine.request import Request, Step, StepRow
 from batchrun.engine.transfer import Transfer, bytes_of, layout_of, tensors_of
 from batchrun.ops import torch_ops
@@ -85,14 +85,14 @@ def test_a_batch_is_filled_up_by_a_quarter_at_most(count: int) -> None:
 
 def test_a_step_without_decoding_alone_is_not_for_a_graph() -> None:
     requests = running(5, 9)
-    assert DecodeGraphs.take(build_batch(decoding(requests), 8, GROUPS))
+    assert takes(build_batch(decoding(requests), 8, GROUPS))
     prefill = Step([StepRow(requests[0], 0, 5, True, 0), StepRow(requests[1], 8, 1, True, 0)], [])
-    assert not DecodeGraphs.take(build_batch(prefill, 8, GROUPS))
+    assert not takes(build_batch(prefill, 8, GROUPS))
     admitted = decoding(requests)
     admitted.admitted.append(requests[0])
-    assert not DecodeGraphs.take(build_batch(admitted, 8, GROUPS))
+    assert not takes(build_batch(admitted, 8, GROUPS))
     unsampled = Step([StepRow(requests[0], 3, 1, False, 0)], [])
-    assert not DecodeGraphs.take(build_batch(unsampled, 8, GROUPS))
+    assert not takes(build_batch(unsampled, 8, GROUPS))
 
 
 def test_every_number_of_the_inputs_is_in_a_graphs_key() -> None:

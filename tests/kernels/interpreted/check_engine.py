@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from batchrun.engine.graphs import DecodeGraphs, fill
+from batchrun.engine.graphs import fill, takes
 from batchrun.engine.request import Request
 from batchrun.ops import fixed_triton_ops, torch_ops, triton_ops
 from batchrun.sampling import SamplingParams
@@ -55,13 +55,13 @@ def test_a_batch_filled_up_for_a_graph_gives_the_same_logits(tiny_model: Path, m
         executor = driver.executor
         run_step = executor._run
 
-        def run_twice(batch):  # type: ignore[no-untyped-def]
-            if DecodeGraphs.take(batch):
+        def run_twice(batch, filled):  # type: ignore[no-untyped-def]
+            if takes(batch):
                 with torch.inference_mode():
-                    filled = executor._decode(fill(batch, 7, triton_ops.fill_plan))[: len(batch.token_rows)].clone()
-                    torch.testing.assert_close(filled, executor._decode(batch), rtol=1e-5, atol=1e-5)
-                compared.append(len(filled))
-            return run_step(batch)
+                    more = executor._decode(fill(batch, 7, triton_ops.fill_plan))[: len(batch.token_rows)].clone()
+                    torch.testing.assert_close(more, executor._decode(batch), rtol=1e-5, atol=1e-5)
+                compared.append(len(more))
+            return run_step(batch, filled)
 
         monkeypatch.setattr(executor, "_run", run_twice)
         driver.run(requests()[:3])
