@@ -73,7 +73,8 @@ class DecodeGraphs:
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()  # one for all, since one runs at a time
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Other threads go on waiting for results of earlier steps meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits = self._decode(inputs)
         return Captured(graph, memory, logits)
 

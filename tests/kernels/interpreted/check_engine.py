@@ -48,6 +48,22 @@ def test_the_engine_gives_the_tokens_of_the_reference(tiny_model: Path, ops: Mod
             assert [token for token, _ in ours.top] == [token for token, _ in theirs.top]
 
 
+def test_a_rows_bits_are_its_own(tiny_model: Path) -> None:
+    """Alone, in other chunks and without the prefix cache: the same log-probabilities to the bit."""
+    decoder = load_decoder(tiny_model, ops=fixed_triton_ops)
+    together, alone = requests()[:3], requests()[:3]
+    for each in together + alone:
+        each.params = each.params.model_copy(update={"logprobs": 2})
+    with Driver(decoder, block_size=16, n_blocks=64) as driver:
+        driver.run(together)
+    for each in alone:
+        with Driver(decoder, block_size=16, n_blocks=64, max_num_seqs=1, budget=9, prefix_caching=False) as driver:
+            driver.run([each])
+    for ours, theirs in zip(together, alone, strict=True):
+        assert ours.output_ids == theirs.output_ids
+        assert ours.logprobs == theirs.logprobs
+
+
 def test_a_batch_filled_up_for_a_graph_gives_the_same_logits(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every decoding step is computed twice: as it is, and with the rows and sizes that a graph of it would have."""
     compared = []
