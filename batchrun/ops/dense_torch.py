@@ -27,6 +27,8 @@ def pack(weight: Dense) -> Tensor | None:
 def linear(x: Tensor, weight: Dense, bias: Tensor | None, dtype: torch.dtype, out: Tensor | None) -> Tensor:
     """See `by_weight.Linear`."""
     packed = weight.packed
+    if x.is_cuda and bias is None and dtype is torch.float32 and x.dtype is not dtype:  # logits: sums are not rounded
+        return torch.mm(x, weight.dequantize().T, out_dtype=dtype, **({} if out is None else {"out": out}))
     if isinstance(packed, Tensor):
         wide_bias = bias if bias is None else bias.to(packed.dtype)
         product = torch.ops.mkldnn._linear_pointwise(x.to(packed.dtype), packed, wide_bias, "none", [], "")
