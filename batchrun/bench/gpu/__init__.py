@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from batchrun.bench.gpu.budget import PARTS, Budget
@@ -36,6 +37,6 @@ def run_gpu_bench(
     results = Results(json_path, markdown_path, echo)
     seed = secrets.randbits(31) if seed is None else seed
     parts = [only] if only is not None else list(PARTS)
-    supervise(parts, Budget(seconds, parts), results, lambda *work: worker_command(*work, seed))
+    supervise(parts, Budget(seconds, parts), results, partial(worker_command, seed))
     results.finish()
     return results

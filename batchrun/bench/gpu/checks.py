@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,12 +86,12 @@ def check_unit(check: Check, ops: ModuleType, device: torch.device, seed: int) -
 def error_of(call: Call, outputs: Sequence[Tensor]) -> float:
     """The largest error of what a call returned and wrote; infinite where it is wrong whatever the tolerance."""
     if call.operation == "draw":
-        return draw_error(*call.arguments, call.options, *outputs)
+        return draw_error(call.arguments[0], call.options, outputs[0])
     expected = REFERENCES[call.operation](*call.arguments, **call.options)
     if [each.shape for each in outputs] != [each.shape for each in expected]:
         return math.inf
     if call.operation == "rope_kv_write":  # what padding leaves behind nobody reads
-        outputs, expected = ([each[0], each[1][_PADDING_BLOCK + 1 :]] for each in (outputs, expected))
+        outputs, expected = ((each[0], each[1][_PADDING_BLOCK + 1 :]) for each in (outputs, expected))
     if call.operation == "token_logprobs":
         return max(map(_absolute, outputs, expected))
     return max(map(_relative, outputs, expected))
@@ -117,7 +118,8 @@ def _largest(errors: Tensor) -> float:
 
 def all_checks(scale: Scale) -> list[Check]:
     """The checks, what the engine cannot do without first."""
-    first, other = [], []
+    first: list[Check] = []
+    other: list[Check] = []
     for dtype in DTYPES:
         made = [*_elementwise(scale, dtype), *_attention(scale, dtype, LLAMA_8B, "")]
         (first if dtype is torch.bfloat16 else other).extend(made)
@@ -130,27 +132,22 @@ def _elementwise(scale: Scale, dtype: torch.dtype) -> Iterator[Check]:
     def check(name: str, make: Callable[[Inputs], Call]) -> Check:
         return Check(f"{name}, {_name(dtype)}", make, tolerance)
 
-    for tokens in (1, scale(1000)):
-        shape = (tokens, scale.hidden, dtype)
-        yield check(f"rms_norm {tokens}", lambda make, shape=shape: make.rms_norm(*shape))
-        yield check(f"add_rms_norm {tokens}", lambda make, shape=shape: make.add_rms_norm(*shape))
-    yield check("rms_norm of odd size", lambda make: make.rms_norm(scale(100), scale.hidden - 40, dtype))
-    yield check("rms_norm with offset", lambda make: make.rms_norm(scale(100), scale.hidden, dtype, offset=1.0))
-    yield check("add_rms_norm with offset", lambda make: make.add_rms_norm(scale(100), scale.hidden, dtype, offset=1.0))
+    norms = {"rms_norm": Inputs.rms_norm, "add_rms_norm": Inputs.add_rms_norm}
+    for name, norm in norms.items():
+        of = partial(norm, hidden=scale.hidden, dtype=dtype)
+        yield check(f"{name} of a token", partial(of, tokens=1))
+        yield check(name, partial(of, tokens=scale(1000)))
+        yield check(f"{name} of odd size", partial(of, tokens=scale(100), hidden=scale.hidden - 40))
+        yield check(f"{name} with offset", partial(of, tokens=scale(100), offset=1.0))
     for name in ("silu_mul", "gelu_mul"):
-        yield check(name, lambda make, name=name: make.activation(name, scale(300), scale.intermediate, dtype))
-    for norms in (False, True):
-        name = f"rope_kv_write {'with norms' if norms else 'plain'}"
-        heads = LLAMA_8B if scale is FULL else Heads(4, 2, 16)
-        yield check(
-            name,
-            lambda make, norms=norms, heads=heads: make.rope_kv_write(
-                scale(1000) + 5, heads, dtype, norms=norms, padding=True
-            ),
-        )
+        make = partial(Inputs.activation, operation=name, tokens=scale(300), width=scale.intermediate, dtype=dtype)
+        yield check(name, make)
+    rope = partial(Inputs.rope_kv_write, tokens=scale(1000) + 5, dtype=dtype, padding=True)
+    yield check("rope_kv_write", partial(rope, heads=LLAMA_8B, norms=False))
+    yield check("rope_kv_write with norms", partial(rope, heads=LLAMA_8B, norms=True))
 
 
-def _attention(scale: Scale, dtype: torch.dtype, heads: Heads, form: str, **options: object) -> Iterator[Check]:
+def _attention(scale: Scale, dtype: torch.dtype, heads: Heads, form: str, **options: Any) -> Iterator[Check]:
     lists = {
         "decode": scale.rows(*((1, length) for length in (16, 500, 512, 513, 1000, 2049, 4097))),
         "prefill": scale.rows(*((n, n) for n in (16, 270, 2048, 700, 1500))),
@@ -173,7 +170,7 @@ def _attention_forms(scale: Scale) -> Iterator[Check]:
     decode = [Row(1, 64 + scale(length)) for length in (1000, 1000, 17, 2000, 4000, 300, 900, 500, 64, 65, 66, 3000)]
     prefix = [*decode, Row(5, 64 + scale(900)), Row(1, 64 + scale(128))]
 
-    def check(name: str, rows: list[Row], heads: Heads = LLAMA_8B, **options: object) -> Check:
+    def check(name: str, rows: list[Row], heads: Heads = LLAMA_8B, **options: Any) -> Check:
         make = partial(Inputs.attention, rows=rows, heads=heads, dtype=dtype, **options)
         return Check(f"attention, {name}, {_name(dtype)}", make, _TOLERANCES[dtype])
 
@@ -195,8 +192,8 @@ def _logits(scale: Scale) -> Iterator[Check]:
     yield Check("draw", lambda make: make.draw(scale(64) + 3, vocabulary, filtered=False, nan=True), _SCORE)
     yield Check("draw, filtered", lambda make: make.draw(scale(64) + 9, vocabulary, filtered=True, nan=True), _SCORE)
     for count in (0, 1, 20, 100):
-        name = f"token_logprobs, {count} beside"
-        yield Check(name, lambda make, count=count: make.token_logprobs(scale(64), vocabulary, count), _LOGPROB)
+        make = partial(Inputs.token_logprobs, rows=scale(64), vocabulary=vocabulary, count=count)
+        yield Check(f"token_logprobs, {count} beside", make, _LOGPROB)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,4 +1,4 @@
-"""Random inputs of the operations, on any device: what is checked and what is measured are made by the same functions."""
+"""Random inputs of the operations, on any device: for what is checked and what is measured alike."""
 
 from __future__ import annotations
 
@@ -169,12 +169,12 @@ class Inputs:
         return table, n_blocks
 
     def _batch(self, cu_q: np.ndarray, kv_len: np.ndarray, table: np.ndarray, **shape: Any) -> AttentionBatch:
-        on_host: list[Tensor] = [torch.from_numpy(each) for each in (cu_q, kv_len, table)]
-        batch = AttentionBatch(on_host[0], on_host[1], on_host[2], torch.empty(0, dtype=torch.int64))
-        plan = getattr(self._ops, "attention_plan", None)
-        if plan is not None:
-            batch = replace(batch, plan=plan(cu_q, kv_len, table, **shape))
-        return _moved(batch, self.device)
+        """The batch, with the backend's plan of it where it makes one. Attention writes no slots."""
+        arrays = {"cu_q": cu_q, "kv_len": kv_len, "block_table": table, "slots": np.empty(0, np.int64)}
+        parts: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        if hasattr(self._ops, "attention_plan"):
+            parts["plan"] = self._ops.attention_plan(cu_q, kv_len, table, **shape)
+        return AttentionBatch(**{name: _moved(part, self.device) for name, part in parts.items()})
 
     # ---- logits
 

@@ -128,8 +128,8 @@ def draw_error(logits: Tensor, options: Mapping[str, Any], chosen: Tensor) -> fl
         return math.inf
     rows = (~broken).nonzero()[:, 0]
     scaled = logits[rows].double() / options["temperature"][rows].double()[:, None]
-    filters = [options[name][rows] for name in ("min_p", "top_k", "top_p")]
-    surely, perhaps = (_cutoffs(scaled, *filters, slack=slack) for slack in (_SLACK, -_SLACK))
+    min_p, top_k, top_p = (options[name][rows] for name in ("min_p", "top_k", "top_p"))
+    surely, perhaps = (_cutoffs(scaled, min_p, top_k, top_p, slack) for slack in (_SLACK, -_SLACK))
     words = torch.arange(logits.shape[1], device=logits.device)
     score = scaled + _gumbel(options["key"][rows, None], options["position"][rows, None], words)
     token = chosen[rows, None]
@@ -144,7 +144,7 @@ def _gumbel(key: Tensor, position: Tensor, word: Tensor) -> Tensor:
 
 
 def _cutoffs(scaled: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor, slack: float) -> Tensor:
-    """The smallest logit [R] that is left of each row [R, V]; a positive ``slack`` leaves fewer, a negative one more."""
+    """The smallest logit [R] left of each row [R, V]; a positive ``slack`` leaves fewer, a negative one more."""
     ordered = scaled.sort(dim=-1, descending=True).values
     cut = ordered[:, 0] + min_p.double().log() + slack
     kept = torch.where(top_k > 0, top_k, scaled.shape[1]).clamp(max=scaled.shape[1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -66,7 +65,7 @@ class Results:
             if path is not None:
                 new = path.with_name(f".{path.name}.new")
                 new.write_text(text(), encoding="utf-8")
-                os.replace(new, path)
+                new.replace(path)
 
 
 def _table(lines: Sequence[Line]) -> list[str]:

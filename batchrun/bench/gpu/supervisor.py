@@ -24,7 +24,7 @@ _START_SECONDS = 60.0  # in which a worker has to say something
 Command = Callable[[str, int, float], Sequence[str]]  # of a part, its first unit and the seconds it has
 
 
-def worker_command(part: str, first: int, seconds: float, seed: int) -> list[str]:
+def worker_command(seed: int, part: str, first: int, seconds: float) -> list[str]:
     """The command line of a worker."""
     return [sys.executable, "-m", "batchrun.bench.gpu.worker", part, str(first), str(seconds), str(seed)]
 

@@ -9,7 +9,7 @@ import torch
 
 from batchrun.bench.gpu.floors import Ceilings
 
-_FLUSHED = 512 << 20  # bytes read between two calls, many times a cache: nothing of a call's inputs is left in it
+_FLUSHED = 1 << 30  # bytes read between two calls, many times a cache: nothing of a call's inputs is left in it
 _WARM_UP = 3
 _CALLS = (10, 50)
 _SECONDS = 0.3  # of timed calls, about

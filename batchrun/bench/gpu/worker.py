@@ -94,8 +94,7 @@ def main(part: str, first: int, seconds: float, seed: int) -> None:
 
     say({"environment": environment(seed)})
     units = import_module(f"batchrun.bench.gpu.{part}").units(torch.device("cuda"), seed)
-    with torch.inference_mode():
-        run_units(units, first, seconds - (time.monotonic() - started), say, torch.cuda.synchronize)
+    run_units(units, first, seconds - (time.monotonic() - started), say, torch.cuda.synchronize)
 
 
 if __name__ == "__main__":
