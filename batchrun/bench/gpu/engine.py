@@ -43,7 +43,7 @@ class Load(NamedTuple):
 LOADS = (Load(128, 128, 1024, 256), Load(1000, 1000, 384, 128), Load(2048, 128, 256, 64))
 STEPS = Load(512, 64, 256, 1)
 
-# Output tokens a second of the 8B shape with FP8 weights under TensorRT-LLM, as published: measured by others, elsewhere.
+# Output tokens a second of the 8B shape under TensorRT-LLM, weights in FP8, as published: measured elsewhere by others.
 PUBLISHED = {("8B", "128/128"): 27_911, ("8B", "1000/1000"): 17_744}
 _PUBLISHED_NAME = "TensorRT-LLM FP8, published, tok/s"
 

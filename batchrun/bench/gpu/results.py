@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,13 +32,13 @@ class Results:
         """What was measured on what; every worker tells it."""
         if environment != self.environment:
             self.environment = dict(environment)
-            self._echo(_pairs(environment))
             self._write()
+            self._echo(_pairs(environment))
 
     def add(self, part: str, line: Line) -> None:
         self.lines.setdefault(part, []).append(line)
-        self._echo(f"{part}: {line.name}: {line.status}  {_pairs(line.figures)}".rstrip())
         self._write()
+        self._echo(f"{part}: {line.name}: {line.status}  {_pairs(line.figures)}".rstrip())
 
     def finish(self) -> None:
         self.complete = True
@@ -57,7 +57,7 @@ class Results:
         state = "all that there was time for" if self.complete else "not finished"
         text = [f"# GPU kernels and engine ({state})", "", _pairs(self.environment)]
         for part, lines in self.lines.items():
-            text += ["", f"## {part}", "", *_table(lines)]
+            text += ["", f"## {part}", *_tables(lines)]
         return "\n".join([*text, ""])
 
     def _write(self) -> None:
@@ -66,6 +66,16 @@ class Results:
                 new = path.with_name(f".{path.name}.new")
                 new.write_text(text(), encoding="utf-8")
                 new.replace(path)
+
+
+def _tables(lines: Sequence[Line]) -> Iterator[str]:
+    """A table for each kind of line, which is told by its first figure."""
+    kinds: dict[str, list[Line]] = {}
+    for line in lines:
+        kinds.setdefault(next(iter(line.figures), ""), []).append(line)
+    for alike in kinds.values():
+        yield ""
+        yield from _table(alike)
 
 
 def _table(lines: Sequence[Line]) -> list[str]:
