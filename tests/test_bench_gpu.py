@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -19,12 +20,13 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from torch.nn.attention import SDPBackend
 
 from batchrun.bench.gpu import checks, floors, roofline, steps, stress, timing
 from batchrun.bench.gpu import engine as ends
 from batchrun.bench.gpu.budget import PARTS, Budget, Line, Unit, turns
 from batchrun.bench.gpu.floors import Ceilings, Work
-from batchrun.bench.gpu.inputs import Call, Inputs
+from batchrun.bench.gpu.inputs import Inputs
 from batchrun.bench.gpu.random_model import SHAPES, llama, random_engine, random_weights
 from batchrun.bench.gpu.references import REFERENCES
 from batchrun.bench.gpu.results import Results
@@ -38,6 +40,7 @@ from batchrun.ops import torch_ops
 
 CPU = torch.device("cpu")
 SMALL = checks.Scale(divisor=16, hidden=64, intermediate=96, vocabulary=1000)
+TINIEST = checks.Scale(divisor=256, hidden=64, intermediate=96, vocabulary=300)
 H200 = Ceilings(4.3e12, 790e12)
 TINY = llama(64, 96, 2, 4, 2, vocab_size=300)
 FEW = {"max_num_seqs": 16, "max_num_batched_tokens": 64, "kv_cache_memory": "8MiB", "num_threads": 1}
@@ -313,9 +316,7 @@ def complete_ops(**replaced: Callable[..., Any]) -> Any:
         own = getattr(torch_ops, name, None)
 
         def call(*arguments: Any, **options: Any) -> Any:
-            if own is not None and (
-                set(options) - {"offset"} or set(options) <= set(inspect.signature(own).parameters)
-            ):
+            if own is not None and ("offset" not in options or "offset" in inspect.signature(own).parameters):
                 return own(*arguments, **options)
             outputs = REFERENCES[name](*arguments, **options)
             if name == "add_rms_norm":
@@ -444,7 +445,7 @@ def test_the_seed_makes_the_inputs() -> None:
 
 
 def test_calls_that_agree_pass_and_others_do_not() -> None:
-    for name, make in stress.stressed(SMALL).items():
+    for name, make in stress.stressed(TINIEST).items():
         (line,) = stress.stress_unit(name, make, complete_ops(), CPU, 5).run(0)
         assert (line.name, line.status) == (name, "passed")
         assert line.figures == {"calls": 25, "calls that differ": 0}
@@ -453,7 +454,7 @@ def test_calls_that_agree_pass_and_others_do_not() -> None:
     def racing(*arguments: Any, **options: Any) -> torch.Tensor:
         return torch_ops.silu_mul(*arguments, **options) + (2.0**-9 if next(count) == 13 else 0)
 
-    make = stress.stressed(SMALL)["silu_mul"]
+    make = stress.stressed(TINIEST)["silu_mul"]
     (line,) = stress.stress_unit("silu_mul", make, complete_ops(silu_mul=racing), CPU, 5).run(0)
     assert (line.status, line.figures["calls that differ"]) == ("failed", 1)
 
@@ -492,9 +493,7 @@ def test_every_line_of_the_table_on_a_cpu() -> None:
 
 
 def test_torchs_attention_computes_the_same() -> None:
-    """What is timed beside a kernel is the same work: with one block a row, its own keys and values can be put there."""
-    from torch.nn.attention import SDPBackend
-
+    """What is timed beside a kernel is the same work: where a row is one block, its keys and values can be put there."""
     rows = [checks.Row(6, 6)] * 2
     call = Inputs(complete_ops(), CPU, 1).attention(rows, checks.LLAMA_8B, torch.float32, block_size=6)
     beside = roofline._dense_attention(rows, SDPBackend.MATH, call)
@@ -580,8 +579,8 @@ def test_a_run_that_is_too_slow_is_cut() -> None:
     part = ends.Ends(setting(clock=slow))
     (line,) = part.units()[0].run(5.0)
     assert line.status == "cut"
-    assert 0 < line.figures["finished"] + line.figures["output tok/s"]
     assert line.figures["finished"] < 6
+    assert line.figures["output tok/s"] > 0
     (line,) = part.units()[0].run(1e9)  # and leaves nothing behind
     assert (line.status, line.figures["finished"]) == ("measured", 6)
 
@@ -634,20 +633,23 @@ def test_kernels_are_read_from_a_profile() -> None:
 # ---- the command
 
 
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("batchrun.engine.memory._why_no_cuda", lambda: "there is no NVIDIA driver")
-
-
-def test_without_a_gpu_the_command_says_so_before_anything_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    no_gpu(monkeypatch)
-    result = CliRunner().invoke(main, ["bench", "gpu", "--json", str(tmp_path / "out.json")])
-    assert result.exit_code == 2
-    assert result.output == (
-        "Error: bench gpu measures a GPU, and there is none to use "
-        "(engine.device: cuda cannot be used: there is no NVIDIA driver)\n"
+def test_without_a_gpu_the_command_says_so_before_anything_else(tmp_path: Path) -> None:
+    code = "import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); import batchrun.cli as cli; "
+    arguments = ["bench", "gpu", "--json", "out.json"]
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}cli.main({arguments})"],
+        cwd=tmp_path,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
     )
+    assert done.returncode == 2
+    assert done.stderr == (
+        "Error: bench gpu measures a GPU, and there is none to use "
+        "(engine.device: cuda cannot be used: CUDA_VISIBLE_DEVICES hides every GPU)\n"
+    )
+    assert done.stdout == "False\n"  # no torch
     assert not list(tmp_path.iterdir())
 
 
@@ -674,7 +676,3 @@ def test_help_of_both_commands() -> None:
     assert "batchrun bench gpu" in files
     assert "bench gpu [OPTIONS]" in gpu
     assert all(part in gpu for part in PARTS)
-
-
-def test_a_call_names_what_it_writes() -> None:
-    assert Call("f", ()).written == ()
