@@ -6,6 +6,7 @@ import inspect
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import torch
 from click.testing import CliRunner
 from torch.nn.attention import SDPBackend
 
+import batchrun
 from batchrun.bench.gpu import checks, floors, roofline, steps, stress, timing
 from batchrun.bench.gpu import engine as ends
 from batchrun.bench.gpu.budget import PARTS, Budget, Line, Unit, turns
@@ -493,7 +495,7 @@ def test_every_line_of_the_table_on_a_cpu() -> None:
 
 
 def test_torchs_attention_computes_the_same() -> None:
-    """What is timed beside a kernel is the same work: where a row is one block, its keys and values can be put there."""
+    """What is timed beside a kernel is the same work: a row of one block has its keys and values in order."""
     rows = [checks.Row(6, 6)] * 2
     call = Inputs(complete_ops(), CPU, 1).attention(rows, checks.LLAMA_8B, torch.float32, block_size=6)
     beside = roofline._dense_attention(rows, SDPBackend.MATH, call)
@@ -538,7 +540,7 @@ def setting(**changed: Any) -> ends.Setting:
         "device": CPU,
         "seed": 5,
         "ceilings": Ceilings(1e10, 1e10),
-        "profiler": lambda run: (run(), [steps.Kernel("gemm", 0, 10), steps.Kernel("_attention", 15, 20)])[1],
+        "profiler": lambda run: (run(), [steps.Kernel("gemm", 0, 10), steps.Kernel("_attend", 15, 20)])[1],
         "shapes": {"8B": TINY, "tied": llama(64, 96, 2, 4, 2, vocab_size=300, tie_word_embeddings=True)},
         "loads": (ends.Load(12, 12, 6, 3), ends.Load(40, 3, 4, 2)),
         "steps": ends.Load(20, 30, 5, 1),
@@ -594,7 +596,7 @@ def test_the_published_figures_stand_beside_the_8b_shape() -> None:
 def test_figures_of_steps() -> None:
     kernels = [
         steps.Kernel("void nvjet_gemm_x", 0, 400),
-        steps.Kernel("_attention_rows", 300, 500),
+        steps.Kernel("_attend", 300, 500),
         steps.Kernel("Memcpy", 800, 1000),
     ]
     work = {"linear": [Work(100, 0), Work(0, 300)], "attention": [Work(50, 0)]}
@@ -607,6 +609,15 @@ def test_figures_of_steps() -> None:
     assert (shown["linear floor ms"], shown["attention floor ms"]) == pytest.approx((0.4, 0.05))
     assert "other floor ms" not in shown
     assert steps.figures([], [work], Ceilings(1, 1)) == {}
+
+
+def test_every_kernel_of_ours_is_of_some_kind() -> None:
+    sources = "\n".join(path.read_text() for path in (Path(batchrun.__file__).parent / "kernels" / "gpu").glob("*.py"))
+    launched = set(re.findall(r"^ +launch\(\s*(\w+),", sources, re.MULTILINE)) - {"kernel"}
+    assert {name for name in launched if steps.kind_of(name) in ("other", "linear")} == set()
+    assert [steps.kind_of(name) for name in ("merge_kernel", "_merge", "Memcpy", "nvjet_tst")] == [
+        "sampling", "attention", "other", "linear",
+    ]  # fmt: skip
 
 
 def test_the_floor_of_a_step_is_that_of_its_operations() -> None:

@@ -14,12 +14,12 @@ from batchrun.engine.engine import Engine
 from batchrun.engine.request import Step
 from batchrun.models.config import ModelConfig
 
-# The kind of a kernel by what its name has in it, the first that fits.
+# The kind of a kernel by what its name has in it: our own kernels', and those of the libraries that multiply for torch.
 _KINDS = {
-    "attention": ("attention", "attend", "merge", "fmha", "flash"),
+    "attention": ("_attend", "_merge"),
     "linear": ("gemm", "gemv", "nvjet", "cutlass", "cublas", "splitk"),
-    "sampling": ("argmax", "draw", "filter", "sampl", "logprob"),
-    "elementwise": ("norm", "silu", "gelu", "rope"),
+    "sampling": ("pick_kernel", "merge_kernel", "filter_kernel", "logprob_kernel"),
+    "elementwise": ("norm_kernel", "gated_kernel", "rope_kernel"),
 }
 KINDS = (*_KINDS, "other")
 

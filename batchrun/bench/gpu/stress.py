@@ -59,13 +59,13 @@ def stressed(scale: Scale) -> dict[str, Callable[[Inputs], Call]]:
     """The calls, by name: those whose programs work together on a result first."""
     dtype, vocabulary = torch.bfloat16, scale.vocabulary
     attention = partial(Inputs.attention, heads=LLAMA_8B, dtype=dtype)
-    lengths = [1000 + 37 * index for index in range(64)]
+    lengths, beginning = [1000 + 37 * index for index in range(64)], scale(16)
     return {
         "attention, decode with merges": partial(
             attention, rows=scale.rows((1, 33_000), *((1, length) for length in lengths))
         ),
         "attention, a shared beginning": partial(
-            attention, rows=[Row(1, 512 + scale(length)) for length in lengths], shared=16
+            attention, rows=[Row(1, 32 * beginning + scale(length)) for length in lengths], shared=beginning
         ),
         "attention, mixed": partial(attention, rows=scale.rows((2048, 2048), (512, 4096), (1, 3000), (16, 500))),
         "draw, filtered": lambda make: make.draw(scale(128), vocabulary, filtered=True),
