@@ -204,7 +204,7 @@ class Inputs:
             "min_p": torch.where(line % 3 == 1, 0.02, nothing) if filtered else nothing,
             "top_k": torch.where(line % 4 == 3, 0, 1 + self.integers(80, rows)) if filtered else torch.zeros_like(line),
             "top_p": self.uniform(0.5, 0.99, rows) if filtered else nothing + 1,
-            "key": self.integers(1 << 62, rows) * 2 - (1 << 62),
+            "key": (self.integers(1 << 32, rows) << 32) | self.integers(1 << 32, rows),
             "position": self.integers(1 << 17, rows),
         }
         return Call("draw", (logits,), options)

@@ -36,7 +36,7 @@ Profiler = Callable[[Callable[[], None]], Sequence[Kernel]]
 
 
 def profile_gpu(run: Callable[[], None]) -> list[Kernel]:
-    """The kernels, copies and fills of ``run``."""
+    """The kernels, copies and fills of ``run``. Being watched takes the host some time, so the GPU idles a bit more."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
         torch.cuda.synchronize()

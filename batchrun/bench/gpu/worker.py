@@ -21,6 +21,7 @@ from batchrun.bench.gpu.budget import Line, Unit, turns
 from batchrun.bench.gpu.results import FAILED
 
 _LEAST_PATIENCE = 1.0
+_LONGEST_WHY = 400  # characters
 
 Say = Callable[[dict[str, Any]], None]
 
@@ -41,7 +42,7 @@ def run_units(units: Sequence[Unit], first: int, seconds: float, say: Say, alive
             for line in unit.run(share):
                 say({"line": _as_dict(line)})
         except Exception as error:
-            say({"line": _as_dict(Line(unit.name, FAILED, {"why": f"{type(error).__name__}: {error}"[:400]}))})
+            say({"line": _failure(unit.name, error)})
             alive()
     if left_out:
         say({"line": _as_dict(Line(", ".join(left_out), "left out", {"why": "no time"}))})
@@ -72,6 +73,10 @@ def _driver() -> str:
     return answer.stdout.split()[0]
 
 
+def _failure(name: str, error: Exception) -> dict[str, Any]:
+    return _as_dict(Line(name, FAILED, {"why": f"{type(error).__name__}: {error}"[:_LONGEST_WHY]}))
+
+
 def _as_dict(line: Line) -> dict[str, Any]:
     return {"name": line.name, "status": line.status, "figures": {k: _plain(v) for k, v in line.figures.items()}}
 
@@ -92,8 +97,13 @@ def main(part: str, first: int, seconds: float, seed: int) -> None:
 
     import torch
 
-    say({"environment": environment(seed)})
-    units = import_module(f"batchrun.bench.gpu.{part}").units(torch.device("cuda"), seed)
+    try:
+        say({"environment": environment(seed)})
+        units = import_module(f"batchrun.bench.gpu.{part}").units(torch.device("cuda"), seed)
+    except Exception as error:
+        say({"line": _failure("worker", error)})
+        say({"done": None})
+        return
     run_units(units, first, seconds - (time.monotonic() - started), say, torch.cuda.synchronize)
 
 
