@@ -95,11 +95,12 @@ class Engine:
         self.model_spec, self.spec = _specs(name, options)
         self.files = files or resolve(name, self.model_spec.revision)
         self.tokenizer = tokenizer or Tokenizer.load(self.files)
-        self._load(weights)
+        self._weights = weights
+        self._load()
         self._in_flight: tuple[Step, Future[StepOutput]] | None = None
         self._generating = False
 
-    def _load(self, weights: WeightSource | None) -> None:
+    def _load(self) -> None:
         spec, raw = self.spec, self.files.config
         device = memory.resolve_device(spec.device)
         memory.check_quantization(self.model_spec.quantization, device)
@@ -110,7 +111,7 @@ class Engine:
                 f"engine.device: cuda cannot be used: PyTorch {torch.__version__} needs a newer NVIDIA driver"
             )
         torch_device, torch_dtype = torch.device(device), getattr(torch, dtype)
-        decoder = self._decoder(torch_device, torch_dtype, weights)
+        decoder = self._decoder(torch_device, torch_dtype)
         bytes_per_token = memory.kv_bytes_per_token(raw, memory.DTYPE_BYTES[dtype])
         free = memory.available_memory() if device == "cpu" else _free_gpu_memory(spec.gpu_memory_utilization)
         budget = memory.kv_budget(
@@ -139,11 +140,11 @@ class Engine:
         groups = [KVGroup(window) for window in decoder.windows]
         self.scheduler = Scheduler(groups, [BlockPool(n_blocks, spec.block_size) for _ in groups], limits)
 
-    def _decoder(self, device: torch.device, dtype: torch.dtype, weights: WeightSource | None) -> Decoder:
+    def _decoder(self, device: torch.device, dtype: torch.dtype) -> Decoder:
         config = model_config(self.files.config)
         ops = backend(device, dtype, config.head_dim, reproducible=self.model_spec.reproducible)
         quantize = QUANTIZERS[self.model_spec.quantization]
-        source = open_weights(self.files) if weights is None else weights
+        source = open_weights(self.files) if self._weights is None else self._weights
         loader = Loader(source, dtype, device, ops.pack, quantize)
         return Decoder(config, loader, ops, self.max_model_len)
 
