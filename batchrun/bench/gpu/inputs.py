@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from batchrun.engine.transfer import Transfer
 from batchrun.models.config import RopeConfig
 from batchrun.models.rope import rope_table
 from batchrun.ops.attention_batch import AttentionBatch
@@ -169,12 +170,10 @@ class Inputs:
         return table, n_blocks
 
     def _batch(self, cu_q: np.ndarray, kv_len: np.ndarray, table: np.ndarray, **shape: Any) -> AttentionBatch:
-        """The batch, with the backend's plan of it where it makes one. Attention writes no slots."""
-        arrays = {"cu_q": cu_q, "kv_len": kv_len, "block_table": table, "slots": np.empty(0, np.int64)}
-        parts: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        if hasattr(self._ops, "attention_plan"):
-            parts["plan"] = self._ops.attention_plan(cu_q, kv_len, table, **shape)
-        return AttentionBatch(**{name: _moved(part, self.device) for name, part in parts.items()})
+        """The batch, with the backend's plan of it. Attention writes no slots."""
+        plan = self._ops.attention_plan(cu_q, kv_len, table, **shape)
+        on_host = [torch.from_numpy(each) for each in (cu_q, kv_len, table, np.empty(0, np.int64))]
+        return Transfer(self.device).send(AttentionBatch(on_host[0], on_host[1], on_host[2], on_host[3], plan))
 
     # ---- logits
 
@@ -213,12 +212,3 @@ class Inputs:
         """Logits on a coarse grid: there are equals, and no two others that one float32 could stand for."""
         logits = (self.logits(rows, vocabulary) * 16).round() / 16
         return Call("token_logprobs", (logits, self.integers(vocabulary, rows), count))
-
-
-def _moved(inputs: Any, device: torch.device) -> Any:
-    """A dataclass with its tensors, and those of dataclasses in it, on ``device``."""
-    if isinstance(inputs, Tensor):
-        return inputs.to(device)
-    if is_dataclass(inputs) and not isinstance(inputs, type):
-        return replace(inputs, **{each.name: _moved(getattr(inputs, each.name), device) for each in fields(inputs)})
-    return inputs
