@@ -329,7 +329,7 @@ def complete_ops(**replaced: Callable[..., Any]) -> Any:
 
         return call
 
-    made = {name: operation(name) for name in (*REFERENCES, "draw")}
+    made = {name: operation(name) for name in (*REFERENCES, "draw")} | {"attention_plan": torch_ops.attention_plan}
     return SimpleNamespace(**(made | replaced))
 
 
