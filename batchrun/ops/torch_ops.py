@@ -14,8 +14,21 @@ from batchrun.ops import dense_torch, int8_torch
 from batchrun.ops.attention_batch import AttentionBatch
 from batchrun.ops.by_weight import by_weight
 from batchrun.ops.draw import draw
+from batchrun.ops.logprobs import token_logprobs
 
-__all__ = ["add_rms_norm", "argmax", "attention", "draw", "linear", "pack", "rms_norm", "rope_kv_write", "silu_mul"]
+__all__ = [
+    "add_rms_norm",
+    "argmax",
+    "attention",
+    "draw",
+    "gelu_mul",
+    "linear",
+    "pack",
+    "rms_norm",
+    "rope_kv_write",
+    "silu_mul",
+    "token_logprobs",
+]
 
 _GATHER_BYTES = 64 << 20  # KV gathered at once for decode rows
 

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from .launch import launch
 
-BLOCK = 2048  # logits at a time, 4 of a thread, two more on their way
-WARPS = 16
-PROGRAMS = 128  # each with a workspace of a row; more rows take turns
+BLOCK = 2048  # logits at a time, 8 of a thread, and as many four times on their way
+WARPS = 8
+STAGES = tl.constexpr(5)
+ROWS = 128  # of a launch: each has a workspace of its own, and more rows than this do not make a GPU faster
 
 _NONE = tl.constexpr(-(1 << 31))  # below all that `ordered` gives
 
@@ -31,46 +32,40 @@ def cutoffs(logits: Tensor, *, temperature: Tensor, min_p: Tensor, top_k: Tensor
     minus infinity and costs nothing.
     """
     rows, size = logits.shape
-    programs = min(rows, PROGRAMS)
     out = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    workspace = torch.empty((programs, size), dtype=torch.int32, device=logits.device)
-    launch(
-        filter_kernel,
-        (programs,),
-        *(logits, temperature, min_p, top_k, top_p, out, workspace, rows, size),
-        BLOCK=BLOCK,
-        num_warps=WARPS,
-    )
+    workspace = torch.empty((min(rows, ROWS), size), dtype=torch.int32, device=logits.device)
+    for begin in range(0, rows, ROWS):
+        some = slice(begin, begin + ROWS)
+        parameters = (x[some] for x in (logits, temperature, min_p, top_k, top_p, out))
+        grid = (min(rows - begin, ROWS),)
+        launch(filter_kernel, grid, *parameters, workspace, size, BLOCK=BLOCK, num_warps=WARPS)
     return out
 
 
 @triton.jit
-def filter_kernel(logits, temperature, min_p, top_k, top_p, out, workspace, rows, size, BLOCK: tl.constexpr):
-    """Every so many-th row's cutoff."""
-    program = tl.program_id(0).to(tl.int64)
-    space = workspace + program * size
-    for turn in range(tl.cdiv(rows - program, tl.num_programs(0))):
-        row = program + turn * tl.num_programs(0)
-        line = logits + row * size
-        scale, least_share = tl.load(temperature + row), tl.load(min_p + row)
-        count, mass = tl.load(top_k + row), tl.load(top_p + row)
-        limited = (count > 0) & (count < size)
-        cut = float("-inf")
-        if (least_share > 0) | limited | (mass < 1):
-            largest = tl.div_rn(row_max(line, size, BLOCK), scale)
-            cut = tl.where(least_share > 0, largest + tl.log(least_share), float("-inf"))
-            if tl.abs(largest) < float("inf"):  # else there is nothing to choose from
-                if limited:
-                    cut = select(line, scale, space, size, largest, cut, count.to(tl.float32), False, BLOCK)
-                if mass < 1:
-                    cut = select(line, scale, space, size, largest, cut, mass, True, BLOCK)
-        tl.store(out + row, cut)
+def filter_kernel(logits, temperature, min_p, top_k, top_p, out, workspace, size, BLOCK: tl.constexpr):
+    """A row's cutoff."""
+    row = tl.program_id(0).to(tl.int64)
+    line, space = logits + row * size, workspace + row * size
+    scale, least_share = tl.load(temperature + row), tl.load(min_p + row)
+    count, mass = tl.load(top_k + row), tl.load(top_p + row)
+    limited = (count > 0) & (count < size)
+    cut = float("-inf")
+    if (least_share > 0) | limited | (mass < 1):
+        largest = tl.div_rn(row_max(line, size, BLOCK), scale)
+        cut = tl.where(least_share > 0, largest + tl.log(least_share), float("-inf"))
+        if tl.abs(largest) < float("inf"):  # else there is nothing to choose from
+            if limited:
+                cut = select(line, scale, space, size, largest, cut, count.to(tl.float32), False, BLOCK)
+            if mass < 1:
+                cut = select(line, scale, space, size, largest, cut, mass, True, BLOCK)
+    tl.store(out + row, cut)
 
 
 @triton.jit
 def ordered(x):
-    """int32 in the order of float32, zeros being equal."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    """int32 in the order of float32; zeros are equal, and NaN counts as minus infinity."""
+    bits = (tl.where(x == x, x, float("-inf")) + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
@@ -95,7 +90,7 @@ def keys(source, scale, at, size):
 def row_max(line, size, BLOCK: tl.constexpr):
     """The largest of a row, NaN aside."""
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
-    for start in tl.range(0, size, BLOCK, num_stages=3):
+    for start in tl.range(0, size, BLOCK, num_stages=STAGES):
         at = start + tl.arange(0, BLOCK)
         best = tl.maximum(best, tl.load(line + at, mask=at < size, other=float("-inf")))
     return tl.max(best)
@@ -110,9 +105,9 @@ def select(line, scale, space, size, largest, lowest, goal, MASS: tl.constexpr, 
     low, high, above = ordered(lowest), ordered(largest) + 1, 0.0
     first, second, third = ordered(largest - 16), ordered(largest - 6), ordered(largest - 2)
     low, high, above, goal = _narrow(
-        line, scale, size, largest, low, high, above, first, second, third, goal, MASS, MASS, BLOCK, 3
+        line, scale, size, largest, low, high, above, first, second, third, goal, MASS, MASS, BLOCK, STAGES
     )
-    size = _copy(line, scale, size, space, low, high, BLOCK, 3)
+    size = _copy(line, scale, size, space, low, high, BLOCK, STAGES)
     while (size > BLOCK) & (high > low + 1):
         step = (high >> 2) - (low >> 2)  # the difference may not fit
         low, high, above, goal = _narrow(
@@ -132,7 +127,7 @@ def select(line, scale, space, size, largest, lowest, goal, MASS: tl.constexpr, 
 @triton.jit
 def _narrow(
     source, scale, size, largest, low, high, above, first, second, third, goal,
-    MASS: tl.constexpr, SHARE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    MASS: tl.constexpr, SHARE: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """The part of the interval [low, high) in which the goal is reached, with the tally above it, and the goal.
 
@@ -145,7 +140,7 @@ def _narrow(
     third = tl.minimum(tl.maximum(third, low + 1), high)
     whole = tl.zeros((BLOCK,), tl.float32)
     from_first, from_second, from_third = whole, whole, whole
-    for start in tl.range(0, size, BLOCK, num_stages=STAGES):
+    for start in tl.range(0, size, BLOCK, num_stages=DEPTH):
         key = keys(source, scale, start + tl.arange(0, BLOCK), size)
         weight = tl.where((key >= low) & (key < high), _weights(key, largest, MASS), 0.0)
         if SHARE:
@@ -175,13 +170,13 @@ def _weights(key, largest, MASS: tl.constexpr):
 
 
 @triton.jit
-def _copy(source, scale, size, space, low, high, BLOCK: tl.constexpr, STAGES: tl.constexpr):
+def _copy(source, scale, size, space, low, high, BLOCK: tl.constexpr, DEPTH: tl.constexpr):
     """Copy keys inside of [low, high) to the workspace, in order, and return how many there are.
 
     The source may be the workspace: what is written lies before what is still to be read.
     """
     copied = 0
-    for start in tl.range(0, size, BLOCK, num_stages=STAGES):
+    for start in tl.range(0, size, BLOCK, num_stages=DEPTH):
         key = keys(source, scale, start + tl.arange(0, BLOCK), size)
         kept = ((key >= low) & (key < high)).to(tl.int32)
         place = copied + tl.cumsum(kept) - kept

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .filters import BLOCK, PROGRAMS, WARPS, ordered, row_max, select
+from .filters import BLOCK, ROWS, STAGES, WARPS, number, ordered, row_max, select
 from .launch import launch
 
 
@@ -19,43 +19,42 @@ def token_logprobs(logits: Tensor, targets: Tensor, count: int) -> tuple[Tensor,
     has NaN for values.
     """
     rows, size = logits.shape
-    programs = min(rows, PROGRAMS)
     of_target = torch.empty(rows, dtype=torch.float32, device=logits.device)
     ids = torch.empty((rows, count), dtype=torch.int64, device=logits.device)
     values = torch.empty((rows, count), dtype=torch.float32, device=logits.device)
-    workspace = torch.empty((programs, size + 2 * count), dtype=torch.int32, device=logits.device)
-    launch(
-        logprob_kernel,
-        (programs,),
-        *(logits, targets, of_target, ids, values, workspace, rows, size, count),
-        BLOCK=BLOCK,
-        COUNT=triton.next_power_of_2(count) if count else 0,
-        num_warps=WARPS,
-    )
+    workspace = torch.empty((min(rows, ROWS), size + 2 * count), dtype=torch.int32, device=logits.device)
+    for begin in range(0, rows, ROWS):
+        some = slice(begin, begin + ROWS)
+        launch(
+            logprob_kernel,
+            (min(rows - begin, ROWS),),
+            *(x[some] for x in (logits, targets, of_target, ids, values)),
+            *(workspace, size, count),
+            BLOCK=BLOCK,
+            COUNT=triton.next_power_of_2(count) if count else 0,
+            num_warps=WARPS,
+        )
     return of_target, ids, values
 
 
 @triton.jit
 def logprob_kernel(
-    logits, targets, of_target, ids, values, workspace, rows, size, count, BLOCK: tl.constexpr, COUNT: tl.constexpr
+    logits, targets, of_target, ids, values, workspace, size, count, BLOCK: tl.constexpr, COUNT: tl.constexpr
 ):
-    """Every so many-th row; ``COUNT`` is a power of two from ``count`` up."""
-    program = tl.program_id(0).to(tl.int64)
-    space = workspace + program * (size + 2 * count)
-    for turn in range(tl.cdiv(rows - program, tl.num_programs(0))):
-        row = program + turn * tl.num_programs(0)
-        line = logits + row * size
-        largest = row_max(line, size, BLOCK)
-        total = tl.log(_sum_exp(line, size, largest, BLOCK))
-        tl.store(of_target + row, tl.load(line + tl.load(targets + row)) - largest - total)
-        if COUNT > 0:
-            _most_likely(line, space, ids + row * count, values + row * count, size, count, largest, total, BLOCK, COUNT)
+    """A row's target and most likely tokens; ``COUNT`` is a power of two from ``count`` up."""
+    row = tl.program_id(0).to(tl.int64)
+    line, space = logits + row * size, workspace + row * (size + 2 * count)
+    largest = row_max(line, size, BLOCK)
+    total = tl.log(_sum_exp(line, size, largest, BLOCK))
+    tl.store(of_target + row, tl.load(line + tl.load(targets + row)) - largest - total)
+    if COUNT > 0:
+        _most_likely(line, space, ids + row * count, values + row * count, size, count, largest, total, BLOCK, COUNT)
 
 
 @triton.jit
 def _sum_exp(line, size, largest, BLOCK: tl.constexpr):
     total = tl.zeros((BLOCK,), tl.float32)
-    for start in tl.range(0, size, BLOCK, num_stages=3):
+    for start in tl.range(0, size, BLOCK, num_stages=STAGES):
         at = start + tl.arange(0, BLOCK)
         total += tl.exp(tl.load(line + at, mask=at < size, other=float("-inf")) - largest)
     return tl.sum(total)
@@ -67,18 +66,19 @@ def _most_likely(
 ):  # fmt: skip
     """Store ``count`` tokens and their log-probabilities: those above the last one's logit, then the first equal to it.
 
-    Each one's place is the number of those that come before it.
+    They are sorted by one integer each, the logit's place in the order above the id.
     """
     lowest = tl.full((), float("-inf"), tl.float32)
     least = select(line, None, space, size, largest, lowest, count.to(tl.float32), False, BLOCK)
     n_above = _gather(line, space, size, count, ordered(least), BLOCK)
     at = tl.arange(0, COUNT)
     token = tl.load(space + tl.where(at < n_above, at, count + at - n_above), mask=at < count, other=0)
-    logit = tl.load(line + token)
-    rank = tl.where(at < count, (ordered(logit).to(tl.int64) << 32) - token, -(1 << 63))
-    place = tl.sum((rank[None, :] > rank[:, None]).to(tl.int32), axis=1)
-    tl.store(ids + place, token.to(tl.int64), mask=at < count)
-    tl.store(values + place, logit - largest - total, mask=at < count)
+    key = ordered(tl.load(line + token)).to(tl.int64)
+    sorted_keys = tl.sort(tl.where(at < count, (key << 32) - token, -(1 << 63)), descending=True)
+    token = -sorted_keys & 0xFFFFFFFF
+    logit = number(((sorted_keys + token) >> 32).to(tl.int32))
+    tl.store(ids + at, token, mask=at < count)
+    tl.store(values + at, logit - largest - total, mask=at < count)
 
 
 @triton.jit
@@ -88,7 +88,7 @@ def _gather(line, space, size, count, least, BLOCK: tl.constexpr):
     Returns how many are above: fewer than ``count``.
     """
     n_above, n_equal = 0, 0
-    for start in tl.range(0, size, BLOCK, num_stages=3):
+    for start in tl.range(0, size, BLOCK, num_stages=STAGES):
         at = start + tl.arange(0, BLOCK)
         key = ordered(tl.load(line + at, mask=at < size, other=float("-inf")))
         above, equal = (key > least).to(tl.int32), ((key == least) & (at < size)).to(tl.int32)
