@@ -7,6 +7,8 @@ attention in fixed tiles of queries and keys folded in order of position. Paddin
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -15,9 +17,21 @@ from batchrun.ops import dense_fixed, int8_torch, torch_ops
 from batchrun.ops.attention_batch import AttentionBatch
 from batchrun.ops.by_weight import by_weight
 from batchrun.ops.tiles import tiled
-from batchrun.ops.torch_ops import add_rms_norm, argmax, draw, rms_norm, rope_kv_write
+from batchrun.ops.torch_ops import add_rms_norm, argmax, draw, rms_norm, rope_kv_write, token_logprobs
 
-__all__ = ["add_rms_norm", "argmax", "attention", "draw", "linear", "pack", "rms_norm", "rope_kv_write", "silu_mul"]
+__all__ = [
+    "add_rms_norm",
+    "argmax",
+    "attention",
+    "draw",
+    "gelu_mul",
+    "linear",
+    "pack",
+    "rms_norm",
+    "rope_kv_write",
+    "silu_mul",
+    "token_logprobs",
+]
 
 _ITEMS = 16  # query tiles of one attention call
 _QUERIES = 4  # consecutive queries of one sequence in a tile
@@ -30,6 +44,12 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """As `torch_ops.silu_mul`, the exponential in tiles."""
     gate, up = gate_up.chunk(2, dim=-1)
     return tiled(functional.silu, gate) * up
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """As `torch_ops.gelu_mul`, the hyperbolic tangent in tiles."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return tiled(partial(functional.gelu, approximate="tanh"), gate) * up
 
 
 def attention(

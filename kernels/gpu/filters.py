@@ -32,34 +32,47 @@ def cutoffs(logits: Tensor, *, temperature: Tensor, min_p: Tensor, top_k: Tensor
     minus infinity and costs nothing.
     """
     rows, size = logits.shape
-    out = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    out, largest = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(2))
     workspace = torch.empty((min(rows, ROWS), size), dtype=torch.int32, device=logits.device)
     for begin in range(0, rows, ROWS):
         some = slice(begin, begin + ROWS)
-        parameters = (x[some] for x in (logits, temperature, min_p, top_k, top_p, out))
-        grid = (min(rows - begin, ROWS),)
-        launch(filter_kernel, grid, *parameters, workspace, size, BLOCK=BLOCK, num_warps=WARPS)
+        grid, fixed = (min(rows - begin, ROWS),), {"BLOCK": BLOCK, "num_warps": WARPS}
+        each = [x[some] for x in (logits, temperature, top_p, out, largest)]
+        launch(top_k_kernel, grid, *each, min_p[some], top_k[some], workspace, size, **fixed)
+        launch(top_p_kernel, grid, *each, workspace, size, **fixed)
     return out
 
 
 @triton.jit
-def filter_kernel(logits, temperature, min_p, top_k, top_p, out, workspace, size, BLOCK: tl.constexpr):
-    """A row's cutoff."""
+def top_k_kernel(
+    logits, temperature, top_p, out, largest, min_p, top_k, workspace, size, BLOCK: tl.constexpr
+):  # fmt: skip
+    """A row's cutoff by ``min_p`` and ``top_k``, and its largest scaled logit where it has any filter."""
     row = tl.program_id(0).to(tl.int64)
     line, space = logits + row * size, workspace + row * size
-    scale, least_share = tl.load(temperature + row), tl.load(min_p + row)
-    count, mass = tl.load(top_k + row), tl.load(top_p + row)
+    scale, share, count = tl.load(temperature + row), tl.load(min_p + row), tl.load(top_k + row)
     limited = (count > 0) & (count < size)
     cut = float("-inf")
-    if (least_share > 0) | limited | (mass < 1):
-        largest = tl.div_rn(row_max(line, size, BLOCK), scale)
-        cut = tl.where(least_share > 0, largest + tl.log(least_share), float("-inf"))
-        if tl.abs(largest) < float("inf"):  # else there is nothing to choose from
-            if limited:
-                cut = select(line, scale, space, size, largest, cut, count.to(tl.float32), False, BLOCK)
-            if mass < 1:
-                cut = select(line, scale, space, size, largest, cut, mass, True, BLOCK)
+    if (share > 0) | limited | (tl.load(top_p + row) < 1):
+        most = tl.div_rn(row_max(line, size, BLOCK), scale)
+        tl.store(largest + row, most)
+        cut = tl.where(share > 0, most + tl.log(share), float("-inf"))
+        if limited & (tl.abs(most) < float("inf")):
+            cut = select(line, scale, space, size, most, cut, count.to(tl.float32), False, BLOCK)
     tl.store(out + row, cut)
+
+
+@triton.jit
+def top_p_kernel(logits, temperature, top_p, out, largest, workspace, size, BLOCK: tl.constexpr):
+    """Raise a row's cutoff to that of ``top_p`` among what is left."""
+    row = tl.program_id(0).to(tl.int64)
+    mass = tl.load(top_p + row)
+    if mass < 1:
+        most = tl.load(largest + row)
+        if tl.abs(most) < float("inf"):  # else there is nothing to choose from
+            line, space = logits + row * size, workspace + row * size
+            scale, cut = tl.load(temperature + row), tl.load(out + row)
+            tl.store(out + row, select(line, scale, space, size, most, cut, mass, True, BLOCK))
 
 
 @triton.jit

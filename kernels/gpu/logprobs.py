@@ -83,9 +83,9 @@ def _most_likely(
 
 @triton.jit
 def _gather(line, space, size, count, least, BLOCK: tl.constexpr):
-    """Write to the workspace the ids of logits above ``least``, and ``count`` further on the first of those equal to it.
+    """Write to the workspace the ids of the logits above ``least``, and ``count`` further on those equal to it.
 
-    Returns how many are above: fewer than ``count``.
+    At most ``count`` of each. Returns how many are above: fewer than ``count``.
     """
     n_above, n_equal = 0, 0
     for start in tl.range(0, size, BLOCK, num_stages=STAGES):

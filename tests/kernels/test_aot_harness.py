@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
+
+pytest.importorskip("triton")
+
 import triton
 import triton.language as tl
 
@@ -56,3 +64,24 @@ def test_missing_instructions_and_low_occupancy_are_problems() -> None:
     (found,) = problems(result, min_warps_per_sm=64)
     assert "warps on a multiprocessor" in found
     assert problems(scale(90, n="i32"), instruction="LDG.E.128") == ["sm_90: no LDG.E.128"]
+
+
+@pytest.mark.slow
+def test_kernels_become_the_same_with_the_oldest_triton(tmp_path: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path), "triton==3.6.*"]
+    installed = subprocess.run(pip, capture_output=True, text=True)
+    if installed.returncode:
+        pytest.skip(f"pip cannot install it: {installed.stderr.strip()[-200:]}")
+    tests = sorted(str(path) for path in Path(__file__).parent.glob("test_aot_*.py"))
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    version = [sys.executable, "-c", "import triton; print(triton.__version__)"]
+    environment = os.environ | {"PYTHONPATH": path}
+    assert subprocess.run(version, env=environment, capture_output=True, text=True).stdout.startswith("3.6.")
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", *tests, "-q", "-p", "no:cacheprovider", "-m", "not slow"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert result.returncode == 0, result.stdout[-8000:]

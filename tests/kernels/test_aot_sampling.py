@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 pytest.importorskip("triton")
@@ -30,10 +32,11 @@ def test_merge(arch: int) -> None:
     assert problems(compiled(sampling.merge_kernel, types, {"BLOCK": 256}, arch=arch, num_warps=1)) == []
 
 
-def test_filters(arch: int) -> None:
-    types = dict.fromkeys(("logits", "temperature", "min_p", "top_p", "out"), "*fp32")
+@pytest.mark.parametrize("kernel", [filters.top_k_kernel, filters.top_p_kernel], ids=["top_k", "top_p"])
+def test_filters(arch: int, kernel: Any) -> None:
+    types = dict.fromkeys(("logits", "temperature", "top_p", "out", "largest", "min_p"), "*fp32")
     types |= {"top_k": "*i64", "workspace": "*i32", "size": "i32:16"}
-    result = compiled(filters.filter_kernel, types, {"BLOCK": filters.BLOCK}, arch=arch, num_warps=filters.WARPS)
+    result = compiled(kernel, types, {"BLOCK": filters.BLOCK}, arch=arch, num_warps=filters.WARPS)
     assert problems(result, instruction=AHEAD, min_warps_per_sm=8) == []
 
 

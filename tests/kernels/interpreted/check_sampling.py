@@ -70,6 +70,12 @@ def test_gumbel_is_exact_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     assert out.max() < noise.MAX_GUMBEL == gpu_noise.MAX_GUMBEL.value
 
 
+@pytest.fixture(params=[1, 1024])
+def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row in one part of many blocks, or in parts of a block each."""
+    monkeypatch.setattr(sampling, "_PROGRAMS", request.param)
+
+
 def hard_rows(size: int) -> Tensor:
     """Rows of equal, infinite and missing numbers."""
     torch.manual_seed(size)
@@ -83,9 +89,11 @@ def hard_rows(size: int) -> Tensor:
     rows[6] = -math.inf
     rows[6, size // 2] = -3.0
     rows[7, 0], rows[7, size // 2] = 40.0, 40.0
+    rows[8] = torch.arange(size) % 512  # equals a block apart
     return rows
 
 
+@pytest.mark.usefixtures("programs")
 @pytest.mark.parametrize("size", [1, 2, 17, 512, 513, 1500])
 def test_argmax(size: int) -> None:
     logits = hard_rows(size)
@@ -121,6 +129,7 @@ def settings(rows: int, **given: float) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.usefixtures("programs")
 @pytest.mark.parametrize(("spread", "size"), [(1.0, 1), (0.1, 1500), (6.0, 700)])
 @pytest.mark.parametrize(
     "given",
@@ -156,6 +165,7 @@ def test_draw_with_a_filter_of_its_own_for_each_row() -> None:
     assert out[5] == -1
 
 
+@pytest.mark.usefixtures("programs")
 def test_draw_of_equal_infinite_and_missing_numbers() -> None:
     logits = hard_rows(1100)
     chosen = settings(9)
