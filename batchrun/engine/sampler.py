@@ -81,7 +81,7 @@ def _draw(logits: Tensor, draws: Draws, ops: ModuleType) -> Tensor:
 
 def logprobs(logits: Tensor, targets: Tensor, top: int, ops: ModuleType) -> Logprobs:
     """Log-probabilities of ``targets`` [N] int64 and of the ``top`` most likely under raw ``logits`` [N, V] float32."""
-    return Logprobs(targets, *ops.token_logprobs(logits, targets, top))
+    return Logprobs(targets, *ops.token_logprobs(logits, targets, min(top, logits.shape[1])))
 
 
 def token_logprobs(found: Logprobs, tops: Sequence[int]) -> list[TokenLogprob]:

@@ -7,6 +7,8 @@ attention in fixed tiles of queries and keys folded in order of position. Paddin
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -24,6 +26,7 @@ __all__ = [
     "attention",
     "attention_plan",
     "draw",
+    "gelu_mul",
     "linear",
     "pack",
     "rms_norm",
@@ -43,6 +46,12 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """As `torch_ops.silu_mul`, the exponential in tiles."""
     gate, up = gate_up.chunk(2, dim=-1)
     return tiled(functional.silu, gate) * up
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """As `torch_ops.gelu_mul`, the hyperbolic tangent in tiles."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return tiled(partial(functional.gelu, approximate="tanh"), gate) * up
 
 
 def attention(

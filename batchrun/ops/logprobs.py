@@ -1,4 +1,4 @@
-"""Log-probabilities in plain torch: the reference of `token_logprobs` on any device."""
+"""Log-probabilities of tokens in plain torch: the reference of `token_logprobs` on any device."""
 
 from __future__ import annotations
 
@@ -7,22 +7,20 @@ from torch import Tensor
 
 
 def token_logprobs(logits: Tensor, targets: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities of ``targets`` [N] int64 and of the ``count`` most likely tokens of ``logits`` [N, V] float32.
+    """Log-probabilities under each row of ``logits`` [N, V] float32, of its target and its most likely tokens.
 
-    Returns those of the targets [N] float32, and the most likely tokens' ids [N, C] int64 and log-probabilities
-    [N, C] float32, C the smaller of ``count`` and V, the most likely first and of equals the smaller id.
+    ``targets`` [N] int64; ``count``, at most V, says how many tokens. Returns the targets' [N] float32, and ids
+    [N, count] int64 with values [N, count] float32, the most likely first, of equals the smaller id. A row with NaN
+    has NaN for values.
     """
-    table = torch.log_softmax(logits, dim=-1)
-    rows = [_most_likely(row, min(count, len(row))) for row in table]
-    ids, values = (torch.stack(each) for each in zip(*rows, strict=True))
-    return table.gather(1, targets[:, None])[:, 0], ids, values
+    logprobs = torch.log_softmax(logits, dim=-1)
+    places = _ordered(logits) << 32
+    places -= torch.arange(logits.shape[1], device=logits.device)  # no two are equal
+    ids = places.topk(count, dim=-1).indices
+    return logprobs.gather(1, targets[:, None])[:, 0], ids, logprobs.gather(1, ids)
 
 
-def _most_likely(row: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The ids and values of the ``count`` largest of a row [V]."""
-    if count == 0:
-        return row.new_empty(0, dtype=torch.int64), row.new_empty(0)
-    least = row.topk(count).values[-1]
-    ids = (row >= least).nonzero()[:, 0]
-    values, order = row[ids].sort(descending=True, stable=True)
-    return ids[order][:count], values[:count]
+def _ordered(logits: Tensor) -> Tensor:
+    """int64 in the order of ``logits``; zeros are equal, and NaN counts as minus infinity."""
+    bits = (logits.nan_to_num(-torch.inf, torch.inf, -torch.inf) + 0.0).view(torch.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()

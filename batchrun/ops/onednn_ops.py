@@ -3,11 +3,13 @@
 The rows of those may differ with M.
 """
 
-from batchrun.kernels.cpu import add_rms_norm, argmax, attention, draw, rms_norm, rope_kv_write, silu_mul
+from batchrun.kernels.cpu import argmax, attention, draw, rope_kv_write, silu_mul
 from batchrun.ops import dense_torch, int8_native
 from batchrun.ops.attention_batch import no_plan as attention_plan
 from batchrun.ops.by_weight import by_weight
+from batchrun.ops.fixed_ops import gelu_mul
 from batchrun.ops.logprobs import token_logprobs
+from batchrun.ops.norm_native import add_rms_norm, rms_norm
 
 __all__ = [
     "add_rms_norm",
@@ -15,6 +17,7 @@ __all__ = [
     "attention",
     "attention_plan",
     "draw",
+    "gelu_mul",
     "linear",
     "pack",
     "rms_norm",

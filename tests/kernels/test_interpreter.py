@@ -1,0 +1,75 @@
+"""Runs the checks of ``interpreted/`` under Triton's interpreter, each file in a process of its own.
+
+The interpreter is chosen where kernels are imported, and a kernel that reads out of bounds ends its process. That the
+checks see a fault is itself tested, with faults that are written into a copy of the kernels.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from batchrun.ops import torch_ops
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).parents[2]
+CHECKS = sorted((Path(__file__).parent / "interpreted").glob("check_*.py"))
+
+FAULTS = {
+    "an unmasked tail": ("norm.py", "column, mask=inside, other=0.0)", "column)", "elementwise", "test_norms"),
+    "a missing scale": ("norm.py", "normed * (OFFSET + scale)", "normed", "elementwise", "test_norms"),
+    "the last of equals": ("sampling.py", "values > best", "values >= best", "sampling", "test_argmax"),
+    "a round too few": ("noise.py", "static_range(10)", "static_range(9)", "sampling", "same_bits"),
+    "one token too many": ("filters.py", "weight, 0.0)) >= goal", "weight, 0.0)) > goal", "filters", "test_top_k"),
+    "noise too seldom": ("sampling.py", "reached - MAX_GUMBEL", "reached", "sampling", "test_draw_equals"),
+    "one block alone": ("filters.py", "while (size > BLOCK)", "while (size < 0)", "filters", "workspace"),
+}
+
+
+def check(path: Path, *options: str, root: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    python_path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", str(path), "-q", "-p", "no:cacheprovider", *options],
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": python_path},
+        cwd=root,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("path", CHECKS, ids=lambda path: path.stem)
+def test_interpreted(path: Path) -> None:
+    result = check(path)
+    how = f"killed by signal {-result.returncode}: out of bounds?" if result.returncode < 0 else "failed"
+    assert result.returncode == 0, f"{path.name} {how}\n{result.stdout[-8000:]}\n{result.stderr[-2000:]}"
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(fault: str, tmp_path: Path) -> None:
+    file, text, faulty, name, selected = FAULTS[fault]
+    shutil.copytree(ROOT / "batchrun", tmp_path / "batchrun", ignore=shutil.ignore_patterns("kernels", "__pycache__"))
+    shutil.copytree(ROOT / "kernels", tmp_path / "batchrun" / "kernels")
+    path = tmp_path / f"check_{name}.py"
+    shutil.copy(ROOT / "tests" / "kernels" / "interpreted" / path.name, path)
+    kernel = tmp_path / "batchrun" / "kernels" / "gpu" / file
+    source = kernel.read_text(encoding="utf-8")
+    assert text in source
+    kernel.write_text(source.replace(text, faulty), encoding="utf-8")
+    result = check(path, "-x", "-k", selected, root=tmp_path)
+    assert result.returncode == 1 or result.returncode < 0, result.stdout[-4000:]
+    assert result.returncode < 0 or "1 failed" in result.stdout
+
+
+def test_functions_are_called_like_their_twins() -> None:
+    from batchrun.kernels import gpu
+
+    for name in gpu.__all__:
+        assert inspect.signature(getattr(gpu, name)) == inspect.signature(getattr(torch_ops, name)), name
+    assert set(torch_ops.__all__) - {"linear", "pack", "attention"} <= set(gpu.__all__)
