@@ -2,8 +2,9 @@
 
 A program takes one item of the plan (see :mod:`batchrun.kernels.gpu.attention_plan`) for one KV head: a tile of lines,
 each a token and a query head, goes over the item's keys with a softmax that is corrected as it goes (Milakov and
-Gimelshein 2018; Dao et al. 2022, FlashAttention), in float32 and powers of 2. Key tiles that every line sees whole need no
-mask; what lies before and after them is masked. Whatever unused places of the cache hold, NaN included, has no effect.
+Gimelshein 2018; Dao et al. 2022, FlashAttention), in float32 and powers of 2. Key tiles that every line sees whole need
+no mask; what lies before and after them is masked. Whatever unused places of the cache hold, NaN included, has no
+effect.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .attention_plan import GRAIN
 from .launch import INTERPRETED, dot_dtype, launch
 
-__all__ = ["attention"]
+__all__ = ["attention", "max_lines"]
 
-_MERGED_AT_ONCE = 16
+MERGED_AT_ONCE = 16
 
 
 class Plan(Protocol):
@@ -61,14 +62,24 @@ class Form:
 
 
 def form(capability: tuple[int, int], lines: int, head_dim: int, block_size: int) -> Form:
-    """The form for a compute capability; forms for 8.x fit in the 99 KiB of shared memory that 8.9 has."""
-    width = triton.next_power_of_2(head_dim)
-    if lines <= 32:
-        return Form(64, 4, 3 if width <= 128 and capability[0] >= 9 else 2)
-    if capability[0] >= 9 and block_size % 32 == 0 and width <= 128:
-        return Form(GRAIN if block_size % GRAIN == 0 else 32, lines // 16, 3, by_descriptor=True)
-    keys = 64 if width <= 128 else 32
-    return Form(keys, lines // 16, 2)
+    """The form for a compute capability; those for 8.x fit in the 99 KiB of shared memory that 8.9 has."""
+    wide, descriptors = head_dim > 128, capability >= (9, 0)
+    if lines < 64:
+        return Form(32 if wide else 64, 4, 3 if descriptors and not wide else 2)
+    num_warps = 8 if wide else lines // 16
+    if not descriptors:
+        return Form(32 if head_dim > 64 else 64, num_warps, 2 if wide else 3)
+    most = 32 if wide else GRAIN
+    keys = math.gcd(block_size, most)
+    if keys >= 16:
+        return Form(keys, num_warps, 2 if wide else 3, by_descriptor=True)
+    # Triton 3.6 lacks a fence between copies that are ahead of time and Hopper's products, so there are none.
+    return Form(most, num_warps, 1)
+
+
+def max_lines(device: torch.device, head_dim: int) -> int:
+    """The largest tile that the device has registers for, to be given to the plan."""
+    return 64 if head_dim > 128 and capability(device) < (9, 0) else 128
 
 
 def attention(
@@ -138,7 +149,7 @@ def attention(
         HEADS=n_heads,
         D=head_dim,
         WIDTH=triton.next_power_of_2(head_dim),
-        AT_ONCE=_MERGED_AT_ONCE,
+        AT_ONCE=MERGED_AT_ONCE,
         num_warps=4,
         num_stages=1,
     )
@@ -194,22 +205,22 @@ def _attend(
     """
     kv_head = tl.program_id(0) % HEADS
     item = items + tl.program_id(0) // HEADS * 8
-    tokens = tl.load(item + 2)
+    tokens, position = tl.load(item + 2), tl.load(item + 3)
     if tokens == 0:
         return
-    token, position = tl.load(item + 1), tl.load(item + 3)
+    first_place = (tl.load(item + 1).to(tl.int64) * HEADS + kv_head) * GROUP * D
     key_begin, key_end = tl.load(item + 4), tl.load(item + 5)
     table += tl.load(item).to(tl.int64) * table_stride
     first_line = kv_head * head_lines
 
     line = tl.arange(0, LINES)
-    head = kv_head * GROUP + line % GROUP
     used = line // GROUP < tokens
     positions = position + line // GROUP
     columns = tl.arange(0, WIDTH)
-    places = ((token + line // GROUP).to(tl.int64) * (HEADS * GROUP) + head)[:, None] * D + columns[None, :]
+    heads = line // GROUP * (HEADS * GROUP) + line % GROUP
+    places = heads[:, None] * D + columns[None, :]
     inside = used[:, None] & (columns < D)[None, :]
-    queries = tl.load(q + places, mask=inside, other=0.0).to(DOT)
+    queries = tl.load(q + first_place + places, mask=inside, other=0.0).to(DOT)
 
     acc = tl.zeros((LINES, WIDTH), tl.float32)
     total = tl.zeros((LINES,), tl.float32)
@@ -217,11 +228,11 @@ def _attend(
     # Every line sees all keys in [full_begin, full_end).
     begin = key_begin // KEYS * KEYS
     full_begin = begin
-    full_end = tl.minimum(key_end, position + 1) // KEYS * KEYS
     if WINDOWED:
         full_begin = tl.cdiv(tl.maximum(key_begin, position + tokens - window), KEYS) * KEYS
         full_begin = tl.minimum(full_begin, tl.cdiv(key_end, KEYS) * KEYS)
-        full_end = tl.maximum(full_begin, full_end)
+    full_end = tl.maximum(full_begin, tl.minimum(key_end, position + 1) // KEYS * KEYS)
+    if WINDOWED:
         acc, total, top = _over(
             begin, full_begin, acc, total, top, queries, k, v, table, block_lines, first_line, key_begin, key_end,
             positions, window, inner, outer, D, WIDTH, BLOCK_SIZE, KEYS, BY_DESCRIPTOR, True, WINDOWED, CAPPED, DOT,
@@ -240,11 +251,11 @@ def _attend(
     acc = acc / divisor[:, None]
     partial = tl.load(item + 6)
     if partial < 0:
-        tl.store(out + places, acc.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + first_place + places, acc.to(out.dtype.element_ty), mask=inside)
     else:
-        result = (partial + line // GROUP).to(tl.int64) * (HEADS * GROUP) + head
-        tl.store(partials + result[:, None] * D + columns[None, :], acc, mask=inside)
-        tl.store(weights + result, top * outer + tl.log2(divisor), mask=used)
+        first_head = (partial.to(tl.int64) * HEADS + kv_head) * GROUP
+        tl.store(partials + first_head * D + places, acc, mask=inside)
+        tl.store(weights + first_head + heads, top * outer + tl.log2(divisor), mask=used)
 
 
 @triton.jit
@@ -280,20 +291,24 @@ def _over(
 
     A masked key has weight 0 exactly, so a line's bits are the same wherever a tile is masked for the sake of others.
     """
-    # On Hopper a pipelined second loop would make the compiler serialise the products of the first.
-    STAGES: tl.constexpr = 1 if MASKED else None
-    for start in tl.range(begin, end, KEYS, num_stages=STAGES):
-        key = start + tl.arange(0, KEYS)
+    # What a descriptor fetches lies in one block.
+    of_tile = tl.arange(0, KEYS)
+    in_tile = 0 if BY_DESCRIPTOR else of_tile
+    # Each turn fetches the next one's block ids, so that keys never wait for them. (On Hopper a second pipelined loop
+    # would make the compiler serialise the products of the first.)
+    block = tl.load(table + (begin + in_tile) // BLOCK_SIZE, mask=begin + in_tile < key_end, other=0)
+    for start in tl.range(begin, end, KEYS, num_stages=1 if MASKED else None):
+        place = block.to(tl.int64) * block_lines + first_line + (start + in_tile) % BLOCK_SIZE
+        coming = start + KEYS + in_tile
+        block = tl.load(table + coming // BLOCK_SIZE, mask=coming < key_end, other=0)
+        key = start + of_tile
         held = (key >= key_begin) & (key < key_end)
         if BY_DESCRIPTOR:
-            place = tl.load(table + start // BLOCK_SIZE) * block_lines + first_line + start % BLOCK_SIZE
-            keys = k.load([place, 0])
-            values = v.load([place, 0])
+            keys = k.load([place.to(tl.int32), 0])
+            values = v.load([place.to(tl.int32), 0])
             if MASKED:
                 values = tl.where(held[:, None], values, 0.0)
         else:
-            block = tl.load(table + key // BLOCK_SIZE, mask=held if MASKED else None, other=0 if MASKED else None)
-            place = block.to(tl.int64) * block_lines + first_line + key % BLOCK_SIZE
             columns = tl.arange(0, WIDTH)
             places = place[:, None] * D + columns[None, :]
             wide = (columns < D)[None, :]

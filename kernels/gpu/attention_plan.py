@@ -91,22 +91,23 @@ def plan(
     group: int,
     window: int | None = None,
     reproducible: bool = False,
+    max_lines: int = MANY_LINES[-1],
 ) -> Plan:
     """The plan of a batch, given as in ``AttentionBatch``; ``group`` is the number of query heads of a KV head.
 
     ``reproducible``: a token's result depends on its own keys alone: one form of tile, nothing split, nothing shared.
+    ``max_lines`` is what ``attention.max_lines`` says.
     """
-    if not 0 < group <= MANY_LINES[-1]:
-        raise ValueError(f"{group} query heads share a KV head; 1 to {MANY_LINES[-1]} can")
+    if not 0 < group <= max_lines:
+        raise ValueError(f"{group} query heads share a KV head; 1 to {max_lines} can")
     starts, q_len, lengths = cu_q[:-1].astype(np.int64), np.diff(cu_q).astype(np.int64), kv_len.astype(np.int64)
     alone = reproducible or window is not None
     common = np.zeros(max(len(q_len) - 1, 0), np.int64) if alone else _common(q_len, lengths, block_table, block_size)
     first, count, keys = _groups(common)
 
     few_tile = max(FEW_LINES, 1 << (group - 1).bit_length())
-    longest = group * max(q_len.max(initial=0), count.max(initial=0))
-    wide = group > MANY_LINES[0] or (longest > MANY_LINES[0] and not reproducible)
-    many_tile = MANY_LINES[int(wide)]
+    longest = group if reproducible else group * max(q_len.max(initial=0), count.max(initial=0))
+    many_tile = min(MANY_LINES[int(longest > MANY_LINES[0])], max_lines)
     tokens_of = (0 if reproducible else few_tile // group, many_tile // group)
 
     run, offset, tokens, many = _cover(count, *tokens_of)
