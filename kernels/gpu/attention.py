@@ -65,7 +65,7 @@ def form(capability: tuple[int, int], lines: int, head_dim: int, block_size: int
     """The form for a compute capability; those for 8.x fit in the 99 KiB of shared memory that 8.9 has."""
     wide, descriptors = head_dim > 128, capability >= (9, 0)
     if lines < 64:
-        return Form(32 if wide else 64, 4, 3 if descriptors and not wide else 2)
+        return Form(32, 8, 2) if wide else Form(64, 4, 3 if descriptors else 2)
     num_warps = 8 if wide else lines // 16
     if not descriptors:
         return Form(32 if head_dim > 64 else 64, num_warps, 2 if wide else 3)
@@ -208,7 +208,6 @@ def _attend(
     tokens, position = tl.load(item + 2), tl.load(item + 3)
     if tokens == 0:
         return
-    first_place = (tl.load(item + 1).to(tl.int64) * HEADS + kv_head) * GROUP * D
     key_begin, key_end = tl.load(item + 4), tl.load(item + 5)
     table += tl.load(item).to(tl.int64) * table_stride
     first_line = kv_head * head_lines
@@ -220,7 +219,8 @@ def _attend(
     heads = line // GROUP * (HEADS * GROUP) + line % GROUP
     places = heads[:, None] * D + columns[None, :]
     inside = used[:, None] & (columns < D)[None, :]
-    queries = tl.load(q + first_place + places, mask=inside, other=0.0).to(DOT)
+    first_head = (tl.load(item + 1).to(tl.int64) * HEADS + kv_head) * GROUP
+    queries = tl.load(q + first_head * D + places, mask=inside, other=0.0).to(DOT)
 
     acc = tl.zeros((LINES, WIDTH), tl.float32)
     total = tl.zeros((LINES,), tl.float32)
@@ -251,7 +251,9 @@ def _attend(
     acc = acc / divisor[:, None]
     partial = tl.load(item + 6)
     if partial < 0:
-        tl.store(out + first_place + places, acc.to(out.dtype.element_ty), mask=inside)
+        # Read once more, it takes no registers meanwhile.
+        first_head = (tl.load(item + 1).to(tl.int64) * HEADS + kv_head) * GROUP
+        tl.store(out + first_head * D + places, acc.to(out.dtype.element_ty), mask=inside)
     else:
         first_head = (partial.to(tl.int64) * HEADS + kv_head) * GROUP
         tl.store(partials + first_head * D + places, acc, mask=inside)
