@@ -30,23 +30,32 @@ def argmax(logits: Tensor) -> Tensor:
     return best.masked_fill(best == logits.shape[1], -1)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dimension, computed in float32 (Zhang and Sennrich 2019); x's dtype."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
+    """Root-mean-square norm over the last dimension, computed in float32 (Zhang and Sennrich 2019); x's dtype.
+
+    The weight is ``offset + weight``. With an offset (Gemma) the product is rounded once, without one the norm too.
+    """
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return wide.to(x.dtype) * weight
+    return (wide * (offset + weight.float())).to(x.dtype) if offset else wide.to(x.dtype) * weight
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
     """Add ``x`` to ``residual`` in place, and return the norm of the sum."""
     residual += x
-    return rms_norm(residual, weight, eps)
+    return rms_norm(residual, weight, eps, offset=offset)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """``silu(gate) * up`` of [T, 2I] whose halves are gate and up; returns [T, I]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate) * up
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """``gelu(gate) * up`` of [T, 2I], GELU (Hendrycks and Gimpel 2016) in its tanh form; returns [T, I]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.gelu(gate, approximate="tanh") * up
 
 
 def rope_kv_write(

@@ -1,0 +1,128 @@
+"""Norms, activations, rotary embedding and KV write under Triton's interpreter, against float64 and the torch twin."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from batchrun.kernels import gpu
+from batchrun.ops import torch_ops
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ULP = {torch.float32: 2**-22, torch.bfloat16: 2**-7, torch.float16: 2**-10}  # one step of a number's last place
+
+
+def near(actual: Tensor, expected: Tensor, steps: float = 1.0, size: Tensor | float = 0.0) -> None:
+    """Within ``steps`` of the last place of actual's dtype, or of a float32 as large as ``size``."""
+    step, wide = ULP[actual.dtype], expected.double()
+    allowed = steps * (step * (wide.abs() + 2**-6) + ULP[torch.float32] * size)
+    error = (actual.double() - wide).abs()
+    assert (error <= allowed).all(), f"off by {error.max():.3g}, {(error / allowed).max():.3g} times what is allowed"
+
+
+def norm64(x: Tensor, weight: Tensor, offset: float = 0.0, eps: float = 1e-5) -> Tensor:
+    wide = x.double()
+    return wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt() * (offset + weight.double())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize(("rows", "width"), [(3, 1), (2, 72), (3, 512), (2, 4100)])
+def test_norms(dtype: torch.dtype, offset: float, rows: int, width: int) -> None:
+    torch.manual_seed(width)
+    x, residual = torch.randn(rows, width).to(dtype), (3 * torch.randn(rows, width)).to(dtype)
+    weight = torch.randn(width).to(dtype)
+    normed = gpu.rms_norm(x, weight, 1e-5, offset=offset)
+    near(normed, norm64(x, weight, offset), 2)
+    near(normed, torch_ops.rms_norm(x, weight, 1e-5, offset=offset), 2)
+    total, added = x + residual, residual.clone()
+    normed = gpu.add_rms_norm(x, added, weight, 1e-5, offset=offset)
+    near(added, total)
+    near(normed, norm64(added, weight, offset), 2)
+
+
+def test_no_rows() -> None:
+    assert gpu.rms_norm(torch.empty(0, 8), torch.ones(8), 1e-5).shape == (0, 8)
+    assert gpu.silu_mul(torch.empty(0, 8)).shape == (0, 4)
+
+
+def test_a_norm_keeps_not_a_number_to_its_row() -> None:
+    x = torch.randn(2, 40)
+    x[0, 3] = torch.nan
+    out = gpu.rms_norm(x, torch.ones(40), 1e-5)
+    assert out[0].isnan().all()
+    near(out[1], norm64(x[1], torch.ones(40)), 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(3, 1), (2, 100), (2, 2048), (1, 2049)])
+def test_activations(dtype: torch.dtype, rows: int, width: int) -> None:
+    torch.manual_seed(width)
+    gate_up = torch.randn(rows, 2 * width).to(dtype) * 4
+    gate_up[0, 0] = -40  # where the exponential is large
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    size = (gate * up).abs()
+    near(gpu.silu_mul(gate_up), functional.silu(gate) * up, 2, size)
+    near(gpu.silu_mul(gate_up), torch_ops.silu_mul(gate_up), 2, size)
+    near(gpu.gelu_mul(gate_up), functional.gelu(gate, approximate="tanh") * up, 2, size)
+    near(gpu.gelu_mul(gate_up), torch_ops.gelu_mul(gate_up), 2, size)
+
+
+def caches(n_blocks: int, kv_heads: int, block_size: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    memory = torch.full((n_blocks, kv_heads, 2, block_size, dim), 7.0, dtype=dtype)
+    return memory[:, :, 0], memory[:, :, 1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(
+    ("q_heads", "kv_heads", "dim", "block_size"),
+    [(32, 8, 128, 32), (9, 3, 64, 16), (7, 1, 80, 18), (2, 2, 256, 128), (1, 1, 2, 16)],
+)
+def test_rope_kv_write(
+    dtype: torch.dtype, normed: bool, q_heads: int, kv_heads: int, dim: int, block_size: int
+) -> None:
+    torch.manual_seed(dim)
+    positions = torch.tensor([0, 1, 131_071, 40_000, 5])
+    slots = torch.tensor([block_size, 3 * block_size - 1, 0, 4 * block_size + 3, 3])  # 0 and 3: padding, in block 0
+    angles = torch.arange(131_072)[:, None] * 10_000.0 ** (-torch.arange(0, dim, 2) / dim)
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1).float()
+    qkv = torch.randn(5, (q_heads + 2 * kv_heads) * dim).to(dtype)
+    norms = {"q_norm": torch.randn(dim).to(dtype), "k_norm": torch.randn(dim).to(dtype), "eps": 1e-6} if normed else {}
+    k_cache, v_cache = caches(5, kv_heads, block_size, dim, dtype)
+    q = gpu.rope_kv_write(qkv, cos_sin, positions, slots, k_cache, v_cache, **norms)
+
+    k_expected, v_expected = caches(5, kv_heads, block_size, dim, dtype)
+    twin = torch_ops.rope_kv_write(qkv, cos_sin, positions, slots, k_expected, v_expected, **norms)
+    assert torch.equal(v_cache, v_expected)
+    untouched = torch.ones(5, block_size, dtype=torch.bool)
+    untouched.view(-1)[slots] = False
+    assert (k_cache.transpose(1, 2)[untouched] == 7).all()
+
+    heads = qkv.double().view(5, -1, dim)[:, : q_heads + kv_heads]
+    if normed:
+        q_normed, k_normed = (norm64(heads, norms[name], eps=1e-6) for name in ("q_norm", "k_norm"))
+        heads = torch.cat([q_normed[:, :q_heads], k_normed[:, q_heads:]], dim=1)
+    cos, sin = cos_sin.double()[positions][:, None].chunk(2, dim=-1)
+    first, second = heads.chunk(2, dim=-1)
+    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    size = heads.abs().amax(-1, keepdim=True)  # a sum of two products is as exact as these are
+    written, expected = (x[slots // block_size, :, slots % block_size] for x in (k_cache, k_expected))
+    for actual, reference in (
+        (torch.cat([q, written], dim=1), rotated),
+        (torch.cat([q, written], dim=1), torch.cat([twin, expected], dim=1).double()),
+    ):
+        assert ((actual.double() - reference).abs() <= (4 if normed else 2) * ULP[dtype] * size).all()
+
+
+def test_rope_kv_write_into_a_cache_of_another_dtype() -> None:
+    qkv, cos_sin = torch.randn(3, 4 * 16), torch.randn(9, 16)
+    positions, slots = torch.tensor([0, 4, 8], dtype=torch.int32), torch.tensor([16, 17, 40])
+    k_cache, v_cache = caches(3, 1, 16, 16, torch.float16)
+    k_expected, v_expected = caches(3, 1, 16, 16, torch.float16)
+    q = gpu.rope_kv_write(qkv, cos_sin, positions, slots, k_cache, v_cache)
+    near(q, torch_ops.rope_kv_write(qkv, cos_sin, positions, slots, k_expected, v_expected), 4)
+    near(k_cache, k_expected.double(), 2)
+    assert torch.equal(v_cache, v_expected)
