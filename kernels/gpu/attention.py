@@ -65,7 +65,7 @@ def form(capability: tuple[int, int], lines: int, head_dim: int, block_size: int
     """The form for a compute capability; those for 8.x fit in the 99 KiB of shared memory that 8.9 has."""
     wide, descriptors = head_dim > 128, capability >= (9, 0)
     if lines < 64:
-        return Form(32, 8, 2) if wide else Form(64, 4, 3 if descriptors else 2)
+        return Form(32, 8, 2) if wide else Form(64, 4, 3 if descriptors or head_dim <= 64 else 2)
     num_warps = 8 if wide else lines // 16
     if not descriptors:
         return Form(32 if head_dim > 64 else 64, num_warps, 2 if wide else 3)
@@ -100,6 +100,8 @@ def attention(
     if scale <= 0:
         raise ValueError(f"the scale is {scale}; it has to be positive")
     plan, (_, n_heads, head_dim), n_kv_heads = batch.plan, q.shape, k_cache.shape[1]
+    if k_cache.stride() != v_cache.stride() or k_cache.stride()[2:] != (head_dim, 1):
+        raise ValueError(f"caches with strides {k_cache.stride()} and {v_cache.stride()}")
     out = torch.empty_like(q)
     partials = torch.empty(plan.n_partials, n_heads, head_dim, dtype=torch.float32, device=q.device)
     weights = torch.empty(plan.n_partials, n_heads, dtype=torch.float32, device=q.device)
@@ -296,8 +298,8 @@ def _over(
     # What a descriptor fetches lies in one block.
     of_tile = tl.arange(0, KEYS)
     in_tile = 0 if BY_DESCRIPTOR else of_tile
-    # Each turn fetches the next one's block ids, so that keys never wait for them. (On Hopper a second pipelined loop
-    # would make the compiler serialise the products of the first.)
+    # Each turn fetches the next one's block ids, so that keys never wait for them. Only the long loop is pipelined: a
+    # second one can make the compiler serialise the products of the first on Hopper (C7515).
     block = tl.load(table + (begin + in_tile) // BLOCK_SIZE, mask=begin + in_tile < key_end, other=0)
     for start in tl.range(begin, end, KEYS, num_stages=1 if MASKED else None):
         place = block.to(tl.int64) * block_lines + first_line + (start + in_tile) % BLOCK_SIZE

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,17 +69,17 @@ class Plan:
 
 
 class _Tiles(NamedTuple):
-    """Tiles before their keys are cut into pieces. All [n]."""
+    """Tiles before their keys are cut into pieces. All int64 or bool [n]."""
 
-    row: Wide
-    token: Wide
-    tokens: Wide
-    position: Wide
-    key_begin: Wide
-    key_end: Wide
-    many: Flags
-    split: Flags  # their keys may be cut
-    shares: Flags  # their tokens meet other keys in other tiles
+    row: NDArray[Any]
+    token: NDArray[Any]
+    tokens: NDArray[Any]
+    position: NDArray[Any]
+    key_begin: NDArray[Any]
+    key_end: NDArray[Any]
+    many: NDArray[Any]
+    split: NDArray[Any]  # their keys may be cut
+    shares: NDArray[Any]  # their tokens meet other keys in other tiles
 
 
 def plan(

@@ -49,7 +49,9 @@ def logprob_kernel(
         total = tl.log(_sum_exp(line, size, largest, BLOCK))
         tl.store(of_target + row, tl.load(line + tl.load(targets + row)) - largest - total)
         if COUNT > 0:
-            _most_likely(line, space, ids + row * count, values + row * count, size, count, largest, total, BLOCK, COUNT)
+            _most_likely(
+                line, space, ids + row * count, values + row * count, size, count, largest, total, BLOCK, COUNT
+            )
 
 
 @triton.jit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import importlib.util
 import sys
 from dataclasses import dataclass, replace
@@ -15,9 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchrun.kernels.gpu import attention as kernel
 from batchrun.kernels.gpu import attention_plan
 from batchrun.kernels.gpu.attention_plan import padded, plan
+
+module = importlib.import_module("batchrun.kernels.gpu.attention")  # the package gives its function that name
 
 
 @dataclass
@@ -88,7 +90,7 @@ class Setup:
             **arrays, few_tile=made.few_tile, many_tile=made.many_tile, n_partials=made.n_partials
         )
         batch = SimpleNamespace(block_table=torch.from_numpy(self.table), plan=self.plan)
-        return kernel.attention(
+        return module.attention(
             self.q, self.k_cache, self.v_cache, batch, scale=case.scale, window=case.window, softcap=case.softcap
         )
 
@@ -122,7 +124,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "capability", lambda device: request.param)
+    monkeypatch.setattr(module, "capability", lambda device: request.param)
 
 
 def check(case: Case, **sizes: int) -> Setup:
@@ -246,7 +248,7 @@ FAULTS = {
 
 @both_forms
 def test_the_case_of_the_faults(capability: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "MERGED_AT_ONCE", 2)
+    monkeypatch.setattr(module, "MERGED_AT_ONCE", 2)
     check_all(monkeypatch)
 
 
@@ -259,7 +261,7 @@ def check_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_found(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, (right, wrong) = Path(str(kernel.__file__)).read_text(), FAULTS[fault]
+    source, (right, wrong) = Path(str(module.__file__)).read_text(), FAULTS[fault]
     assert right in source
     file = tmp_path / "faulty.py"
     file.write_text(source.replace(right, wrong))
@@ -271,6 +273,6 @@ def test_faults_are_found(fault: str, tmp_path: Path, monkeypatch: pytest.Monkey
     spec.loader.exec_module(faulty)
     monkeypatch.setattr(faulty, "capability", lambda device: DESCRIPTORS)
     monkeypatch.setattr(faulty, "MERGED_AT_ONCE", 2)
-    monkeypatch.setattr(kernel, "attention", faulty.attention)
+    monkeypatch.setattr(module, "attention", faulty.attention)
     with pytest.raises(AssertionError, match="not close"):
         check_all(monkeypatch)
