@@ -65,8 +65,8 @@ def form(capability: tuple[int, int], lines: int, head_dim: int, block_size: int
     """The form for a compute capability; those for 8.x fit in the 99 KiB of shared memory that 8.9 has."""
     wide, descriptors = head_dim > 128, capability >= (9, 0)
     if lines < 64:
-        return Form(32, 8, 2) if wide else Form(64, 4, 3 if descriptors or head_dim <= 64 else 2)
-    num_warps = 8 if wide else lines // 16
+        return Form(64, 8, 2) if wide else Form(64, 4, 3 if descriptors or head_dim <= 64 else 2)
+    num_warps = 8 if wide and capability < (10, 0) else lines // 16
     if not descriptors:
         return Form(32 if head_dim > 64 else 64, num_warps, 2 if wide else 3)
     most = 32 if wide else GRAIN
@@ -237,15 +237,16 @@ def _attend(
     if WINDOWED:
         acc, total, top = _over(
             begin, full_begin, acc, total, top, queries, k, v, table, block_lines, first_line, key_begin, key_end,
-            positions, window, inner, outer, D, WIDTH, BLOCK_SIZE, KEYS, BY_DESCRIPTOR, True, WINDOWED, CAPPED, DOT,
+            positions, window, inner, outer, D, WIDTH, BLOCK_SIZE, KEYS, BY_DESCRIPTOR, True, WINDOWED, CAPPED, DOT, None,
         )  # fmt: skip
     acc, total, top = _over(
         full_begin, full_end, acc, total, top, queries, k, v, table, block_lines, first_line, key_begin, key_end,
-        positions, window, inner, outer, D, WIDTH, BLOCK_SIZE, KEYS, BY_DESCRIPTOR, False, WINDOWED, CAPPED, DOT,
+        positions, window, inner, outer, D, WIDTH, BLOCK_SIZE, KEYS, BY_DESCRIPTOR, False, WINDOWED, CAPPED, DOT, None,
     )  # fmt: skip
+    # A single stage: ptxas serialised Hopper's products (C7515) with other choices for this loop or the first one.
     acc, total, top = _over(
         full_end, key_end, acc, total, top, queries, k, v, table, block_lines, first_line, key_begin, key_end,
-        positions, window, inner, outer, D, WIDTH, BLOCK_SIZE, KEYS, BY_DESCRIPTOR, True, WINDOWED, CAPPED, DOT,
+        positions, window, inner, outer, D, WIDTH, BLOCK_SIZE, KEYS, BY_DESCRIPTOR, True, WINDOWED, CAPPED, DOT, 1,
     )  # fmt: skip
 
     # A line that saw no key of this item has weight 0; one that met NaN stays NaN.
@@ -290,6 +291,7 @@ def _over(
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
     DOT: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Go over the keys from ``begin`` to ``end``, tile by tile; returns ``acc``, ``total`` and ``top``.
 
@@ -298,10 +300,9 @@ def _over(
     # What a descriptor fetches lies in one block.
     of_tile = tl.arange(0, KEYS)
     in_tile = 0 if BY_DESCRIPTOR else of_tile
-    # Each turn fetches the next one's block ids, so that keys never wait for them. Only the long loop is pipelined: a
-    # second one can make the compiler serialise the products of the first on Hopper (C7515).
+    # Each turn fetches the next one's block ids, so that keys never wait for them.
     block = tl.load(table + (begin + in_tile) // BLOCK_SIZE, mask=begin + in_tile < key_end, other=0)
-    for start in tl.range(begin, end, KEYS, num_stages=1 if MASKED else None):
+    for start in tl.range(begin, end, KEYS, num_stages=STAGES):
         place = block.to(tl.int64) * block_lines + first_line + (start + in_tile) % BLOCK_SIZE
         coming = start + KEYS + in_tile
         block = tl.load(table + coming // BLOCK_SIZE, mask=coming < key_end, other=0)
