@@ -99,46 +99,16 @@ def attention(
     """
     if scale <= 0:
         raise ValueError(f"the scale is {scale}; it has to be positive")
-    plan, (_, n_heads, head_dim), n_kv_heads = batch.plan, q.shape, k_cache.shape[1]
+    plan, (_, n_heads, head_dim) = batch.plan, q.shape
     if k_cache.stride() != v_cache.stride() or k_cache.stride()[2:] != (head_dim, 1):
         raise ValueError(f"caches with strides {k_cache.stride()} and {v_cache.stride()}")
     out = torch.empty_like(q)
     partials = torch.empty(plan.n_partials, n_heads, head_dim, dtype=torch.float32, device=q.device)
     weights = torch.empty(plan.n_partials, n_heads, dtype=torch.float32, device=q.device)
     for items, lines in ((plan.few, plan.few_tile), (plan.many, plan.many_tile)):
-        shape = form(capability(q.device), lines, head_dim, k_cache.shape[2])
-        k, v = (_lines(cache, shape) for cache in (k_cache, v_cache))
-        launch(
-            _attend,
-            (len(items) * n_kv_heads,),
-            q,
-            k,
-            v,
-            out,
-            partials,
-            weights,
-            items,
-            batch.block_table,
-            batch.block_table.stride(0),
-            k_cache.stride(0) // head_dim,
-            k_cache.stride(1) // head_dim,
-            window or 0,
-            0.0 if softcap is None else 2 * math.log2(math.e) * scale / softcap,
-            (scale if softcap is None else softcap) * math.log2(math.e),
-            HEADS=n_kv_heads,
-            GROUP=n_heads // n_kv_heads,
-            D=head_dim,
-            WIDTH=triton.next_power_of_2(head_dim),
-            BLOCK_SIZE=k_cache.shape[2],
-            LINES=lines,
-            KEYS=shape.keys,
-            BY_DESCRIPTOR=shape.by_descriptor,
-            WINDOWED=window is not None,
-            CAPPED=softcap is not None,
-            DOT=dot_dtype(q.dtype),
-            num_warps=shape.num_warps,
-            num_stages=shape.num_stages,
-        )
+        if len(items):
+            results = (out, partials, weights)
+            _launch_items(items, lines, q, k_cache, v_cache, results, batch.block_table, scale, window, softcap)
     launch(
         _merge,
         (len(plan.merge_tokens) * n_heads,),
@@ -158,20 +128,73 @@ def attention(
     return out
 
 
+def _launch_items(
+    items: Tensor,
+    lines: int,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    results: tuple[Tensor, Tensor, Tensor],
+    block_table: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> None:
+    """Launch ``_attend`` for one list of items, whose tiles have so many lines."""
+    (_, n_heads, head_dim), (_, n_kv_heads, block_size, _) = q.shape, k_cache.shape
+    major_minor = capability(q.device)
+    chosen = form(major_minor, lines, head_dim, block_size)
+    if softcap is None:
+        inner, outer = 0.0, scale * math.log2(math.e)
+    else:
+        inner, outer = 2 * math.log2(math.e) * scale / softcap, softcap * math.log2(math.e)
+    launch(
+        _attend,
+        (len(items) * n_kv_heads,),
+        q,
+        _lines(k_cache, chosen),
+        _lines(v_cache, chosen),
+        *results,
+        items,
+        block_table,
+        block_table.stride(0),
+        k_cache.stride(0) // head_dim,
+        k_cache.stride(1) // head_dim,
+        window or 0,
+        inner,
+        outer,
+        HEADS=n_kv_heads,
+        GROUP=n_heads // n_kv_heads,
+        D=head_dim,
+        WIDTH=triton.next_power_of_2(head_dim),
+        BLOCK_SIZE=block_size,
+        LINES=lines,
+        KEYS=chosen.keys,
+        BY_DESCRIPTOR=chosen.by_descriptor,
+        WINDOWED=window is not None,
+        CAPPED=softcap is not None,
+        DOT=dot_dtype(q.dtype),
+        # Hopper's products are serialised (C7515) if this loop is not pipelined; elsewhere registers run out if it is.
+        HEAD_STAGES=None if major_minor[0] == 9 else 1,
+        num_warps=chosen.num_warps,
+        num_stages=chosen.num_stages,
+    )
+
+
 @cache
 def capability(device: torch.device) -> tuple[int, int]:
     """The device's compute capability; under the interpreter, one without descriptors."""
     return (8, 0) if INTERPRETED else torch.cuda.get_device_capability(device)
 
 
-def _lines(cache: Tensor, shape: Form) -> Any:
-    """The cache as the kernel takes it: a descriptor of its memory as lines of D numbers, or the tensor itself."""
-    if not shape.by_descriptor:
-        return cache
-    n_blocks, n_heads, block_size, head_dim = cache.shape
-    n_lines = ((n_blocks - 1) * cache.stride(0) + (n_heads - 1) * cache.stride(1)) // head_dim + block_size
-    lines = cache.as_strided((n_lines, head_dim), (head_dim, 1))
-    return TensorDescriptor.from_tensor(lines, [shape.keys, triton.next_power_of_2(head_dim)])
+def _lines(memory: Tensor, chosen: Form) -> Any:
+    """A cache as the kernel takes it: a descriptor of its memory as lines of D numbers, or the tensor itself."""
+    if not chosen.by_descriptor:
+        return memory
+    n_blocks, n_heads, block_size, head_dim = memory.shape
+    n_lines = ((n_blocks - 1) * memory.stride(0) + (n_heads - 1) * memory.stride(1)) // head_dim + block_size
+    lines = memory.as_strided((n_lines, head_dim), (head_dim, 1))
+    return TensorDescriptor.from_tensor(lines, [chosen.keys, triton.next_power_of_2(head_dim)])
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -201,6 +224,7 @@ def _attend(
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
     DOT: tl.constexpr,
+    HEAD_STAGES: tl.constexpr,
 ):
     """One item for one KV head. A score is the product of query and key or, capped, the tanh of it that ``inner`` times
     it as a power of 2 gives; ``outer`` times a score, as a power of 2, is its weight.
@@ -237,13 +261,13 @@ def _attend(
     if WINDOWED:
         acc, total, top = _over(
             begin, full_begin, acc, total, top, queries, k, v, table, block_lines, first_line, key_begin, key_end,
-            positions, window, inner, outer, D, WIDTH, BLOCK_SIZE, KEYS, BY_DESCRIPTOR, True, WINDOWED, CAPPED, DOT, None,
+            positions, window, inner, outer, D, WIDTH, BLOCK_SIZE, KEYS, BY_DESCRIPTOR, True, WINDOWED, CAPPED, DOT,
+            HEAD_STAGES,
         )  # fmt: skip
     acc, total, top = _over(
         full_begin, full_end, acc, total, top, queries, k, v, table, block_lines, first_line, key_begin, key_end,
         positions, window, inner, outer, D, WIDTH, BLOCK_SIZE, KEYS, BY_DESCRIPTOR, False, WINDOWED, CAPPED, DOT, None,
     )  # fmt: skip
-    # A single stage: ptxas serialised Hopper's products (C7515) with other choices for this loop or the first one.
     acc, total, top = _over(
         full_end, key_end, acc, total, top, queries, k, v, table, block_lines, first_line, key_begin, key_end,
         positions, window, inner, outer, D, WIDTH, BLOCK_SIZE, KEYS, BY_DESCRIPTOR, True, WINDOWED, CAPPED, DOT, 1,

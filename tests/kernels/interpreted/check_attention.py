@@ -236,7 +236,7 @@ FAULTS = {
     "no mask where the last tile begins": ("tl.minimum(key_end, position + 1)", "tl.minimum(key_end, position + KEYS)"),
     "a window of one more": ("> positions[:, None] - window", ">= positions[:, None] - window"),
     "no mask where the window begins": ("position + tokens - window)", "position - window)"),
-    "no scale": ("(scale if softcap is None else softcap) *", "(1.0 if softcap is None else softcap) *"),
+    "no scale": ("0.0, scale * math.log2(math.e)", "0.0, math.log2(math.e)"),
     "no scale inside the cap": ("math.log2(math.e) * scale / softcap", "math.log2(math.e) / softcap"),
     "values past the end": ("mask=(held[:, None] & wide) if MASKED else wide", "mask=wide"),
     "values past the end, by descriptor": ("values = tl.where(held[:, None], values, 0.0)", "pass"),
