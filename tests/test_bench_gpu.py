@@ -312,25 +312,8 @@ def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def complete_ops(**replaced: Callable[..., Any]) -> Any:
-    """The reference operations, with stand-ins for those that they do not have here, and some replaced."""
-
-    def operation(name: str) -> Callable[..., Any]:
-        own = getattr(torch_ops, name, None)
-
-        def call(*arguments: Any, **options: Any) -> Any:
-            if own is not None and ("offset" not in options or "offset" in inspect.signature(own).parameters):
-                return own(*arguments, **options)
-            outputs = REFERENCES[name](*arguments, **options)
-            if name == "add_rms_norm":
-                arguments[1].copy_(outputs[1])
-            kind = arguments[0].dtype
-            rounded = tuple(each.to(kind) if each.dtype.is_floating_point else each for each in outputs)
-            return rounded if name == "token_logprobs" else rounded[0]
-
-        return call
-
-    made = {name: operation(name) for name in (*REFERENCES, "draw")} | {"attention_plan": torch_ops.attention_plan}
-    return SimpleNamespace(**(made | replaced))
+    """The reference operations, some of them replaced."""
+    return SimpleNamespace(**{name: getattr(torch_ops, name) for name in torch_ops.__all__} | replaced)
 
 
 def run_checks(ops: Any, wanted: str = "") -> dict[str, Line]:

@@ -5,9 +5,20 @@ in a CUDA graph. Tensors are contiguous, of caches the blocks of a head; activat
 """
 
 from .activation import gelu_mul, silu_mul
+from .attention import attention
 from .logprobs import token_logprobs
 from .norm import add_rms_norm, rms_norm
 from .rope import rope_kv_write
 from .sampling import argmax, draw
 
-__all__ = ["add_rms_norm", "argmax", "draw", "gelu_mul", "rms_norm", "rope_kv_write", "silu_mul", "token_logprobs"]
+__all__ = [
+    "add_rms_norm",
+    "argmax",
+    "attention",
+    "draw",
+    "gelu_mul",
+    "rms_norm",
+    "rope_kv_write",
+    "silu_mul",
+    "token_logprobs",
+]

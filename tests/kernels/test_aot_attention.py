@@ -1,0 +1,149 @@
+"""What GPU attention becomes for each architecture: tensor instructions, registers, shared memory."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from batchrun.kernels.gpu.attention import Form, form, max_lines
+from tests.kernels.aot import Compiled, compiled, problems
+
+module = importlib.import_module("batchrun.kernels.gpu.attention")  # the package gives its function that name
+
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
+
+
+@dataclass(frozen=True)
+class Case:
+    arch: int
+    lines: int
+    head_dim: int = 128
+    block_size: int = 32
+    features: bool = False  # window and cap
+    dtype: torch.dtype = torch.bfloat16
+
+
+def type_of(argument: Any, kernel: Any, name: str) -> str:
+    """The argument's type as the launch would have it."""
+    if isinstance(argument, TensorDescriptor):
+        return f"tensordesc<{NAMES[argument.base.dtype]}[{','.join(map(str, argument.block_shape))}]>"
+    if isinstance(argument, Tensor):
+        return f"*{NAMES[argument.dtype]}"
+    if isinstance(argument, float):
+        return "fp32"
+    return "i32:16" if argument % 16 == 0 and name not in (kernel.do_not_specialize or ()) else "i32"
+
+
+@functools.cache
+def launched(case: Case, chosen: Form | None = None) -> list[Compiled]:
+    """The kernels that a call of ``attention`` would launch for one list of items: of the items, and the merge."""
+    n_kv_heads, group = 8, 4
+    memory = torch.zeros(4, n_kv_heads, 2, case.block_size, case.head_dim, dtype=case.dtype)
+    q = torch.zeros(3, n_kv_heads * group, case.head_dim, dtype=case.dtype)
+    items = torch.zeros(1, 8, dtype=torch.int32)
+    plan = SimpleNamespace(few=items[:0], many=items, few_tile=16, many_tile=case.lines, n_partials=1)
+    plan.merge_tokens = plan.merge_starts = plan.merge_partials = items[0]
+    batch = SimpleNamespace(block_table=items, plan=plan)
+    results: list[Compiled] = []
+
+    def launch(kernel: Any, grid: Any, *args: Any, num_warps: int, num_stages: int, **constants: Any) -> None:
+        if all(grid):
+            types = {name: type_of(arg, kernel, name) for name, arg in zip(kernel.arg_names, args, strict=False)}
+            options = {"num_warps": num_warps, "num_stages": num_stages}
+            results.append(compiled(kernel, types, constants, arch=case.arch, **options))
+
+    with (
+        mock.patch.object(module, "launch", launch),
+        mock.patch.object(module, "capability", return_value=divmod(case.arch, 10)),
+        mock.patch.object(module, "form", side_effect=lambda *key: chosen or form(*key)),
+    ):
+        window, softcap = (1000, 50.0) if case.features else (None, None)
+        k, v = memory[:, :, 0], memory[:, :, 1]
+        module.attention(q, k, v, batch, scale=0.1, window=window, softcap=softcap)
+    return results
+
+
+def instruction(arch: int, lines: int) -> tuple[str, ...]:
+    if lines < 64:
+        return ("HMMA", "LDGSTS")
+    return {80: ("HMMA", "LDGSTS"), 90: ("HGMMA", "UTMALDG"), 100: ("UTCHMMA", "UTMALDG")}[arch]
+
+
+FLOOR = {(16, 64): 16, (16, 128): 12}  # warps of a multiprocessor, by lines and head size; else 8
+
+CASES = [
+    Case(arch, lines, head_dim, features=features)
+    for arch in (80, 90, 100)
+    for lines in (16, 64, 128)
+    for head_dim in (64, 128, 256)
+    for features in (False, True)
+    if not (arch == 80 and lines * head_dim > 64 * 256)
+    if not (features and (lines == 64 or head_dim == 64))
+]
+CASES += [
+    *(Case(90, lines, head_dim) for lines in (16, 128) for head_dim in (80, 96)),
+    *(Case(arch, 128, block_size=block_size) for arch in (90, 100) for block_size in (16, 64)),
+    Case(90, 128, dtype=torch.float16),
+    Case(100, 64, 64, features=True),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernel(case: Case) -> None:
+    result = launched(case)[0]
+    floor = FLOOR.get((case.lines, case.head_dim), 8)
+    assert problems(result, instruction=instruction(case.arch, case.lines), min_warps_per_sm=floor) == []
+    waits = {line.strip() for line in result.ptx.splitlines() if "wgmma.wait_group" in line}
+    assert waits <= {"wgmma.wait_group.sync.aligned 0;"}
+    assert case.arch != 80 or result.shared <= 99 << 10  # of 8.9
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_merge(arch: int, head_dim: int) -> None:
+    (_, result) = launched(Case(arch, 16, head_dim))
+    assert problems(result, instruction=("LDG.E.128", "STG"), min_warps_per_sm=32) == []
+
+
+def test_blocks_that_no_descriptor_takes() -> None:
+    (result, _) = launched(Case(90, 128, block_size=24))
+    assert problems(result, instruction="HGMMA", min_warps_per_sm=8) == []
+    assert result.count("UTMALDG") == result.count("LDGSTS") == 0
+    assert "fence.proxy.async" in result.ptx
+
+
+def test_forms() -> None:
+    assert form((8, 9), 128, 128, 32) == Form(32, 8, 3)
+    assert form((9, 0), 16, 128, 32) == Form(64, 4, 3)
+    assert [form((9, 0), 128, 128, size).keys for size in (16, 32, 48, 64, 96, 128)] == [16, 32, 16, 64, 32, 64]
+    assert form((9, 0), 64, 128, 32) == form((10, 3), 64, 128, 32) == Form(32, 4, 3, by_descriptor=True)
+    device = torch.device("cuda")
+    for capability, most in (((8, 0), 64), ((9, 0), 128)):
+        with mock.patch.object(module, "capability", return_value=capability):
+            assert (max_lines(device, 256), max_lines(device, 128)) == (most, 128)
+
+
+def test_a_tile_that_spills_has_problems() -> None:
+    found = problems(launched(Case(90, 128), Form(128, 4, 2))[0])
+    assert any("spilled" in line for line in found)
+
+
+def test_the_small_tile_is_not_what_prefill_needs() -> None:
+    assert problems(launched(Case(90, 16))[0], instruction="HGMMA") == ["sm_90: no HGMMA"]
+
+
+def test_serialised_products_have_problems() -> None:
+    found = problems(launched(Case(90, 128, 256, 64), Form(64, 16, 2, by_descriptor=True))[0])
+    assert any("C7512" in line for line in found)
