@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 import os
@@ -30,7 +29,6 @@ from batchrun.bench.gpu.budget import PARTS, Budget, Line, Unit, turns
 from batchrun.bench.gpu.floors import Ceilings, Work
 from batchrun.bench.gpu.inputs import Inputs
 from batchrun.bench.gpu.random_model import SHAPES, llama, random_engine, random_weights
-from batchrun.bench.gpu.references import REFERENCES
 from batchrun.bench.gpu.results import Results
 from batchrun.bench.gpu.supervisor import supervise, worker_command
 from batchrun.bench.gpu.worker import run_units

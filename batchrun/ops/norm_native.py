@@ -17,4 +17,5 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, off
     """As `torch_ops.add_rms_norm`."""
     if offset:
         return torch_ops.add_rms_norm(x, residual, weight, eps, offset=offset)
-    return cpu.add_rms_norm(x, residual, weight, eps)
+    normed: Tensor = cpu.add_rms_norm(x, residual, weight, eps)
+    return normed
