@@ -46,7 +46,7 @@ class Draws:
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """Rows of logits with penalties [Q], and how many tokens the longest of them has."""
+    """Rows of logits with penalties [Q], and how many tokens are known of all of them."""
 
     lines: Tensor  # int64
     slots: Tensor  # int64, rows of the token buffer
@@ -55,7 +55,7 @@ class Penalties:
     repetition: Tensor  # float32, as the next two
     presence: Tensor
     frequency: Tensor
-    longest: int
+    total: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +123,11 @@ def build_batch(step: Step, block_size: int, groups: Groups) -> Batch:
     scored = [_scored_row(row, first) for row, first in zip(rows, (ends - counts).tolist(), strict=True)]
     needs_all = any(scored) or samples.sum() == ends[-1]
     kv_len = (starts + counts).astype(np.int32)
+    tables = [_block_table([row.request.blocks[group] for row in rows]) for group in range(len(groups.windows))]
 
     def attend(sums: np.ndarray, group: int) -> AttentionBatch:
         cu_q = np.concatenate(([0], sums)).astype(np.int32)
-        table = _block_table([row.request.blocks[group] for row in rows])
+        table = tables[group]
         slots = table[row_of_token, positions // block_size].astype(np.int64) * block_size + positions % block_size
         plan = groups.plan(cu_q, kv_len, table, block_size=block_size, window=groups.windows[group])
         on_host = [torch.from_numpy(each) for each in (cu_q, kv_len, table, slots)]
@@ -191,7 +192,7 @@ def _penalties(rows: Sequence[SampleRow]) -> Penalties | None:
         repetition=_floats(row.params.repetition_penalty for row in penalized),
         presence=_floats(row.params.presence_penalty for row in penalized),
         frequency=_floats(row.params.frequency_penalty for row in penalized),
-        longest=max(row.position for row in penalized),
+        total=sum(row.position for row in penalized),
     )
 
 

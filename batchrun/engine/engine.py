@@ -40,6 +40,7 @@ from batchrun.weights.source import WeightSource
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 _NO_PROMPTS = "prompts has to be a list of prompts, each of them text, a list of token ids, or a list of messages"
+_TOO_LARGE = (MemoryError, RuntimeError, ValueError)  # as NumPy and torch say it of an array
 _WINDOW = 4096  # prompts that `generate` takes in and orders at once
 
 
@@ -138,7 +139,7 @@ class Engine:
 
     def _free_gpu_memory(self, limits: Limits) -> int:
         """Bytes that ``gpu_memory_utilization`` leaves for KV beside all that the largest step holds."""
-        with _allocation("engine.max_num_batched_tokens: the largest step"):
+        with _allocation("engine.max_num_batched_tokens: the largest step", (torch.OutOfMemoryError,)):
             peak = self.executor.peak_bytes(limits.max_num_batched_tokens)
         free, total = torch.cuda.mem_get_info()
         others = total - free - torch.cuda.memory_reserved()  # the driver's, and other processes'
@@ -214,7 +215,13 @@ class Engine:
         if step is not None:
             live = (step, self.executor.launch(step))
         previous, self._in_flight = self._in_flight, live
-        return self._settle(*previous) if previous else []
+        try:
+            return self._settle(*previous) if previous else []
+        except Exception:
+            if live is not None:
+                live[1].exception()  # waits; it went on from what has failed
+            self._in_flight = None
+            raise
 
     def drain(self) -> list[Request]:
         """Settle what is in flight without scheduling more; returns what finished. Requests keep what they have."""
@@ -384,9 +391,9 @@ def prompt_logprobs(request: Request) -> list[TokenLogprob] | None:
 
 
 @contextmanager
-def _allocation(what: str) -> Iterator[None]:
+def _allocation(what: str, too_large: tuple[type[Exception], ...] = _TOO_LARGE) -> Iterator[None]:
     """Says of ``what`` that there is no memory for it."""
     try:
         yield
-    except (MemoryError, RuntimeError, ValueError):  # as NumPy and torch say that an array is too large
-        raise JobError(f"{what} cannot be allocated; set it lower, or engine.max_num_seqs") from None
+    except too_large as error:
+        raise JobError(f"{what} cannot be allocated; set it lower, or engine.max_num_seqs") from error

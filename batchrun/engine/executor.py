@@ -66,10 +66,8 @@ class Executor:
         self._block_size = block_size
         self._groups = Groups(model.windows, model.layers[-1].group, model.plan_attention)
         self._transfer = Transfer(device)
-        fill_plan = getattr(model.ops, "fill_plan", None)  # of operations that never wait for the device
-        self._graphs = (
-            DecodeGraphs(self._decode, fill_plan, max_num_seqs) if fill_plan and device.type == "cuda" else None
-        )
+        self._graphs: DecodeGraphs | None = None
+        self._failure: Exception | None = None
         self._launcher = ThreadPoolExecutor(1, "launcher", initializer=use_threads, initargs=(num_threads,))
         self._reader = ThreadPoolExecutor(1, "reader")
 
@@ -77,6 +75,9 @@ class Executor:
         """Make a KV pool of ``n_blocks`` blocks per KV group, block 0 included, in place of what there was."""
         config = self.model.config
         shape = (n_blocks, config.n_kv_heads, self._block_size, config.head_dim)
+        fill_plan = getattr(self.model.ops, "fill_plan", None)  # of operations that never wait for the device
+        if fill_plan is not None and self.device.type == "cuda":
+            self._graphs = DecodeGraphs(self._decode, fill_plan, len(self.tokens))
         self.caches = []
         self.caches = [KVCache.zeros(*shape, self._dtype, self.device) for _ in self.model.layers]
 
@@ -84,7 +85,8 @@ class Executor:
         """Bytes of the GPU that PyTorch holds while it runs the largest step that there can be, KV left out."""
         self.allocate(RESERVED_BLOCKS)
         torch.cuda.reset_peak_memory_stats()
-        step = largest_step(len(self.tokens), max_num_batched_tokens, self._block_size, len(self.model.windows))
+        rows, longest = self.tokens.shape
+        step = largest_step(rows, longest, max_num_batched_tokens, self._block_size, len(self.model.windows))
         self.launch(step).result()
         torch.cuda.empty_cache()
         return torch.cuda.max_memory_allocated()
@@ -100,24 +102,39 @@ class Executor:
         return batch, self._graphs.fill(batch) if self._graphs is not None and takes(batch) else None
 
     def close(self) -> None:
+        """Stop, and give the device's memory back."""
         self._launcher.shutdown(wait=True, cancel_futures=True)
         self._reader.shutdown(wait=True, cancel_futures=True)
+        self.caches, self._graphs = [], None
+        self.tokens = self._logits = torch.empty(0)
+
+    def _run(self, batch: Batch, filled: Batch | None) -> Landing:
+        """Launch a step. None is run after one that failed, whose tokens it would miss."""
+        if self._failure is not None:
+            raise RuntimeError("an earlier step failed") from self._failure
+        try:
+            return self._launch(batch, filled)
+        except Exception as error:
+            self._failure = error
+            raise
 
     @torch.inference_mode()
-    def _run(self, batch: Batch, filled: Batch | None) -> Landing:
+    def _launch(self, batch: Batch, filled: Batch | None) -> Landing:
         """Launch all of a step. Nothing in here may wait for the device."""
         if self._graphs is not None and filled is not None and batch.sampling is not None:
             logits = self._graphs.run(filled, self._transfer)[: len(batch.token_rows)]
-            return Landing(self._sample(logits, self._transfer.send(batch.sampling), [[] for _ in batch.scored]))
+            return Landing(
+                self._sample(logits, self._transfer.send(batch.sampling), [[] for _ in batch.scored]), self.device
+            )
         batch = self._transfer.send(batch)
         if batch.uploads is not None:
             self.tokens[batch.uploads.rows, batch.uploads.positions] = batch.uploads.tokens
         hidden = self._hidden(batch)
         scored = [self._score(hidden, row) if row else [] for row in batch.scored]
         if batch.sampling is None:
-            return Landing(Sampled(None, None, scored))
+            return Landing(Sampled(None, None, scored), self.device)
         logits = self._logits_of(hidden if batch.sampled is None else hidden[batch.sampled])
-        return Landing(self._sample(logits, batch.sampling, scored))
+        return Landing(self._sample(logits, batch.sampling, scored), self.device)
 
     def _hidden(self, batch: Batch) -> Tensor:
         ids = self.tokens[batch.token_rows, batch.positions]
@@ -150,14 +167,12 @@ class Executor:
 
 
 class Landing:
-    """What a step leaves on the device, on its way to the host."""
+    """What a step leaves on the device, on its way to the host. It is there when the step has ended."""
 
-    def __init__(self, sampled: Sampled) -> None:
-        tensors = list(tensors_of(sampled))
-        self._sampled = rebuilt(sampled, [tensor.to("cpu", non_blocking=True) for tensor in tensors])
-        self._there = None
-        if any(tensor.is_cuda for tensor in tensors):
-            self._there = torch.cuda.Event()
+    def __init__(self, sampled: Sampled, device: torch.device) -> None:
+        self._sampled = rebuilt(sampled, [each.to("cpu", non_blocking=True) for each in tensors_of(sampled)])
+        self._there = torch.cuda.Event(blocking=True) if device.type == "cuda" else None
+        if self._there is not None:
             self._there.record()
 
     def wait(self) -> Sampled:
@@ -183,16 +198,18 @@ def _read(batch: Batch, launched: Future[Landing]) -> StepOutput:
     return StepOutput(sampled.chosen.tolist(), reported, scored)
 
 
-def largest_step(rows: int, tokens: int, block_size: int, n_groups: int) -> Step:
-    """A step of ``rows`` sequences and ``tokens`` tokens in all, that samples after each and reports log-probabilities.
+def largest_step(rows: int, longest: int, tokens: int, block_size: int, n_groups: int) -> Step:
+    """A step of ``rows`` sequences and ``tokens`` tokens in all, or as many as sequences of ``longest`` tokens have.
 
+    It does whatever takes memory: the first row is greedy, the others are drawn, with penalties and log-probabilities.
     All keys and values are in block 0.
     """
-    params = SamplingParams(max_tokens=1, top_p=0.9, logprobs=_REPORTED)
-    counts = [tokens // rows + (row < tokens % rows) for row in range(rows)]
+    params = SamplingParams(max_tokens=1, top_p=0.9, logprobs=_REPORTED, repetition_penalty=1.1)
     requests = []
-    for slot, count in enumerate(counts):
-        request = Request(slot, [0] * count, count, params, slot, frozenset(), count + 1, slot=slot)
+    for slot in range(rows):
+        count = min(tokens // rows + (slot < tokens % rows), longest - 1)
+        chosen = params if slot else params.model_copy(update={"temperature": 0.0})
+        request = Request(slot, [0] * count, count, chosen, slot, frozenset(), count + 1, slot=slot)
         request.blocks = [array("i", [0] * -(-count // block_size)) for _ in range(n_groups)]
         requests.append(request)
     return Step([StepRow(request, 0, request.n_prompt, True, 0) for request in requests], requests)

@@ -20,6 +20,7 @@ from batchrun.engine.transfer import Layout, Transfer, bytes_of, layout_of, tens
 from batchrun.ops.attention_batch import AttentionBatch
 
 _PARTS = 4  # steps from one power of two to the next
+_MOST = 256  # graphs: each takes some of the driver's memory, and none is given back
 _PAGES = 16  # what the width of block tables is a multiple of
 
 
@@ -44,19 +45,28 @@ class DecodeGraphs:
     def __init__(self, decode: Callable[[Batch], Tensor], fill_plan: Callable[..., Any], max_num_seqs: int) -> None:
         self._decode = decode
         self._fill_plan = fill_plan
-        self._most = max_num_seqs
+        self._max_num_seqs = max_num_seqs
         self._captured: dict[Key, Captured] = {}
+        self._seen: set[Key] = set()
+        self._stream: Any = None
         self._pool: Any = None
 
     def fill(self, batch: Batch) -> Batch:
         """What a graph reads of a step that it `takes`."""
-        return fill(batch, min(bucket(len(batch.token_rows)), self._most), self._fill_plan)
+        return fill(batch, min(bucket(len(batch.token_rows)), self._max_num_seqs), self._fill_plan)
 
     def run(self, inputs: Batch, transfer: Transfer) -> Tensor:
-        """Replay a step that was filled up; returns its logits, which are valid until the next replay."""
+        """The logits of a step that was filled up, valid until the next one runs.
+
+        What comes for the first time is run as it is, which compiles what is not compiled; it is captured when it comes
+        again.
+        """
         layout = layout_of(list(tensors_of(inputs)))
         key = layout, tuple(numbers_of(inputs))
         captured = self._captured.get(key)
+        if captured is None and (key not in self._seen or len(self._captured) == _MOST):
+            self._seen.add(key)
+            return self._decode(transfer.send(inputs))
         if captured is None:
             memory = torch.empty(bytes_of(layout), dtype=torch.uint8, device=transfer.device)
             captured = self._captured[key] = self._capture(transfer.send(inputs, memory), memory)
@@ -66,15 +76,12 @@ class DecodeGraphs:
         return captured.logits
 
     def _capture(self, inputs: Batch, memory: Tensor) -> Captured:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._decode(inputs)  # compiles what is not compiled, and makes the libraries' working memory
-        torch.cuda.current_stream().wait_stream(stream)
+        """All graphs share a stream, on which libraries keep working memory, and a pool, for one runs at a time."""
+        if self._stream is None:
+            self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        self._pool = self._pool or torch.cuda.graph_pool_handle()  # one for all, since one runs at a time
         # Other threads go on waiting for results of earlier steps meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             logits = self._decode(inputs)
         return Captured(graph, memory, logits)
 
@@ -114,7 +121,7 @@ def _filled(batch: AttentionBatch, missing: int, fill_plan: Callable[..., Any]) 
         kv_len=functional.pad(batch.kv_len, (0, missing), value=1),
         block_table=functional.pad(batch.block_table, (0, -pages % _PAGES, 0, missing)),
         slots=functional.pad(batch.slots, (0, missing)),
-        plan=fill_plan(batch.plan, rows + missing),
+        plan=fill_plan(batch.plan),
     )
 
 

@@ -38,7 +38,7 @@ def sample(logits: Tensor, sampling: Sampling, token_buffer: Tensor, ops: Module
         _penalize(logits, sampling.penalties, token_buffer)
     if sampling.forbidden is not None:
         lines, tokens = sampling.forbidden
-        logits[lines, tokens] = -math.inf
+        logits[lines, tokens] = logits.new_full((), -math.inf)  # a number of Python's would be waited for
     draws = sampling.draws
     if draws is not None and draws.lines is None:
         return _draw(logits, draws, ops)
@@ -50,19 +50,22 @@ def sample(logits: Tensor, sampling: Sampling, token_buffer: Tensor, ops: Module
 
 def _penalize(logits: Tensor, rows: Penalties, token_buffer: Tensor) -> None:
     """Apply the penalties to the logits [S, V] of ``rows``, in place."""
-    places = torch.arange(rows.longest, device=logits.device)
-    known = rows.known[:, None]
-    # Places past a row's end repeat its last token. A token that comes twice is written twice with the same value.
-    tokens = token_buffer[rows.slots[:, None], torch.minimum(places, known - 1)]
-    lines = rows.lines[:, None].expand_as(tokens)
-    values, penalty = logits[lines, tokens], rows.repetition[:, None]
+    size, device = logits.shape[1], logits.device
+    numbers = torch.arange(len(rows.lines), device=device)
+    row = numbers.repeat_interleave(
+        rows.known, output_size=rows.total
+    )  # of each known token, one row's after another's
+    places = torch.arange(rows.total, device=device) - (rows.known.cumsum(0) - rows.known)[row]
+    lines, tokens = rows.lines[row], token_buffer[rows.slots[row], places]
+    # A token that comes twice is written twice, with the same value.
+    values, penalty = logits[lines, tokens], rows.repetition[row]
     values = torch.where(values > 0, values / penalty, values * penalty)
 
-    generated = (places >= rows.n_prompt[:, None]) & (places < known)
-    ordered = tokens.masked_fill(~generated, logits.shape[1]).sort(dim=1).values
-    counts = torch.searchsorted(ordered, tokens, right=True) - torch.searchsorted(ordered, tokens)
-    values -= rows.frequency[:, None] * counts + rows.presence[:, None] * (counts > 0)
-    logits[lines, tokens] = values
+    of_row = row * (size + 1)
+    generated = (of_row + tokens.masked_fill(places < rows.n_prompt[row], size)).sort().values
+    keys = of_row + tokens
+    counts = torch.searchsorted(generated, keys, right=True) - torch.searchsorted(generated, keys)
+    logits[lines, tokens] = values - (rows.frequency[row] * counts + rows.presence[row] * (counts > 0))
 
 
 def _draw(logits: Tensor, draws: Draws, ops: ModuleType) -> Tensor:

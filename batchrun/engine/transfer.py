@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 _ALIGNMENT = 16  # bytes, of each tensor in the buffer
-_BUFFERS = 4  # a step sends two times at most, and two steps are on their way
+_BUFFERS = 4  # a step sends two times at most, and two steps are on their way: with these, none is waited for
 
 Inputs = TypeVar("Inputs")
 
@@ -29,13 +29,13 @@ Layout = tuple[Placed, ...]  # of each tensor of the inputs, in their order
 class Transfer:
     """Moves frozen dataclasses that hold CPU tensors, lists and other dataclasses to ``device``, without waiting.
 
-    The host's buffers are used again in turn: of the last `_BUFFERS` that were sent, all before must have arrived. On a
-    CPU inputs stay as they are.
+    The host's buffers are used again in turn, each once its copy has been made. On a CPU inputs stay as they are.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._hosts = [torch.empty(0, dtype=torch.uint8)] * _BUFFERS
+        self._copied = [torch.cuda.Event(blocking=True) for _ in self._hosts] if device.type == "cuda" else []
         self._turn = 0
 
     def send(self, inputs: Inputs, to: Tensor | None = None) -> Inputs:
@@ -48,11 +48,15 @@ class Transfer:
         if to is None:
             to = torch.empty_like(host, device=self.device)
         to[: len(host)].copy_(host, non_blocking=True)
+        if self._copied:
+            self._copied[self._turn].record()
         return rebuilt(inputs, [_at(to, placed) for placed in layout])
 
     def _fill(self, tensors: list[Tensor], layout: Layout) -> Tensor:
         size = bytes_of(layout)
         self._turn = (self._turn + 1) % _BUFFERS
+        if self._copied:
+            self._copied[self._turn].synchronize()
         if len(self._hosts[self._turn]) < size:
             pinned = self.device.type == "cuda"
             self._hosts[self._turn] = torch.empty(2 * size, dtype=torch.uint8, pin_memory=pinned)

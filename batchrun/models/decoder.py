@@ -88,7 +88,9 @@ class Decoder:
 
     def plan_attention(self, *batch: Any, **shape: Any) -> Any:
         """The backend's ``attention_plan`` for the heads of this model."""
-        return self.ops.attention_plan(*batch, **shape, group=self.config.n_heads // self.config.n_kv_heads)
+        config = self.config
+        group = config.n_heads // config.n_kv_heads
+        return self.ops.attention_plan(*batch, **shape, group=group, head_dim=config.head_dim)
 
     def forward(
         self,

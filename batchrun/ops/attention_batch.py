@@ -32,7 +32,14 @@ class LastTokens:
 
 
 def no_plan(
-    cu_q: np.ndarray, kv_len: np.ndarray, block_table: np.ndarray, *, block_size: int, group: int, window: int | None
+    cu_q: np.ndarray,
+    kv_len: np.ndarray,
+    block_table: np.ndarray,
+    *,
+    block_size: int,
+    group: int,
+    head_dim: int,
+    window: int | None,
 ) -> None:
     """``attention_plan`` of a backend that divides its work when it is called.
 

@@ -42,7 +42,23 @@ pack, linear = by_weight(dense=dense_fixed, int8=int8_torch)
 
 
 def attention_plan(
-    cu_q: np.ndarray, kv_len: np.ndarray, block_table: np.ndarray, *, block_size: int, group: int, window: int | None
+    cu_q: np.ndarray,
+    kv_len: np.ndarray,
+    block_table: np.ndarray,
+    *,
+    block_size: int,
+    group: int,
+    head_dim: int,
+    window: int | None,
 ) -> Plan:
     """As `triton_ops.attention_plan`."""
-    return make_plan(cu_q, kv_len, block_table, block_size=block_size, group=group, window=window, reproducible=True)
+    return make_plan(
+        cu_q,
+        kv_len,
+        block_table,
+        block_size=block_size,
+        group=group,
+        head_dim=head_dim,
+        window=window,
+        reproducible=True,
+    )

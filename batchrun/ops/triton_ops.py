@@ -20,6 +20,7 @@ from batchrun.kernels.gpu import (
     silu_mul,
     token_logprobs,
 )
+from batchrun.kernels.gpu.attention import max_lines
 from batchrun.kernels.gpu.attention_plan import Plan, Sizes, padded, plan
 from batchrun.ops import dense_torch, int8_torch
 from batchrun.ops.by_weight import by_weight
@@ -44,19 +45,27 @@ pack, linear = by_weight(dense=dense_torch, int8=int8_torch)
 
 
 def attention_plan(
-    cu_q: np.ndarray, kv_len: np.ndarray, block_table: np.ndarray, *, block_size: int, group: int, window: int | None
+    cu_q: np.ndarray,
+    kv_len: np.ndarray,
+    block_table: np.ndarray,
+    *,
+    block_size: int,
+    group: int,
+    head_dim: int,
+    window: int | None,
 ) -> Plan:
     """How a batch's attention is divided among programs: see `batchrun.kernels.gpu.attention_plan`."""
-    return make_plan(cu_q, kv_len, block_table, block_size=block_size, group=group, window=window)
+    return make_plan(cu_q, kv_len, block_table, block_size=block_size, group=group, head_dim=head_dim, window=window)
 
 
-def make_plan(*batch: np.ndarray, **shape: Any) -> Plan:
-    """A plan whose arrays are tensors."""
-    return _converted(plan(*batch, **shape), torch.from_numpy)
+def make_plan(*batch: np.ndarray, head_dim: int, **shape: Any) -> Plan:
+    """A plan for the current device, whose arrays are tensors."""
+    lines = max_lines(torch.device("cuda"), head_dim)
+    return _converted(plan(*batch, **shape, max_lines=lines), torch.from_numpy)
 
 
-def fill_plan(made: Plan, rows: int) -> Plan:
-    """The plan of a decoding batch for a CUDA graph: with sizes that are powers of two, for ``rows`` rows at least."""
+def fill_plan(made: Plan) -> Plan:
+    """The plan of a decoding batch for a CUDA graph: with sizes that are powers of two."""
     on_host = _converted(made, torch.Tensor.numpy)
     *sizes, tile = on_host.sizes
     return _converted(padded(on_host, Sizes(*map(_power, sizes), tile)), torch.from_numpy)

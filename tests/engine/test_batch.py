@@ -22,7 +22,7 @@ from batchrun.ops.attention_batch import no_plan
 from batchrun.sampling import SamplingParams
 from tests.engine.driver import CPU, load_decoder, request
 
-GROUPS = Groups([None], 0, lambda *batch, **shape: no_plan(*batch, **shape, group=1))
+GROUPS = Groups([None], 0, lambda *batch, **shape: no_plan(*batch, **shape, group=1, head_dim=16))
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def test_every_number_of_the_inputs_is_in_a_graphs_key() -> None:
         n: int
 
     def filled(rows: int, n: int) -> Batch:
-        return fill(build_batch(decoding(requests), 8, GROUPS), rows, lambda plan, rows: Plan(torch.zeros(rows), n))
+        return fill(build_batch(decoding(requests), 8, GROUPS), rows, lambda plan: Plan(torch.zeros(3), n))
 
     assert key(filled(4, 1)) == key(filled(4, 1))
     assert key(filled(4, 1)) != key(filled(4, 2))
@@ -126,7 +126,7 @@ def test_rows_that_fill_up_a_batch_change_nothing(tiny_model: Path) -> None:
     kept = [(cache.keys.clone(), cache.values.clone()) for cache in executor.caches]
     with torch.inference_mode():
         alone = executor._decode(batch).clone()
-        filled = executor._decode(fill(batch, 7, lambda plan, rows: None))
+        filled = executor._decode(fill(batch, 7, lambda plan: None))
     assert len(filled) == 7
     torch.testing.assert_close(filled[:3], alone, rtol=1e-4, atol=1e-5)
     for cache, (keys, values) in zip(executor.caches, kept, strict=True):  # padding wrote block 0 alone
@@ -135,10 +135,11 @@ def test_rows_that_fill_up_a_batch_change_nothing(tiny_model: Path) -> None:
     executor.close()
 
 
-@pytest.mark.parametrize(("rows", "tokens"), [(3, 17), (4, 4)])
-def test_the_largest_step_fills_every_bound(tiny_model: Path, rows: int, tokens: int) -> None:
-    step = largest_step(rows, tokens, 8, 1)
-    assert sum(row.n for row in step.rows) == tokens
+@pytest.mark.parametrize(("rows", "tokens", "computed"), [(3, 17, 17), (4, 4, 4), (2, 500, 126)])
+def test_the_largest_step_fills_every_bound(tiny_model: Path, rows: int, tokens: int, computed: int) -> None:
+    """500 tokens are more than two sequences of 64 can have, which have to have room for one more each."""
+    step = largest_step(rows, 64, tokens, 8, 1)
+    assert sum(row.n for row in step.rows) == computed
     assert len(step.rows) == rows
     executor = Executor(
         load_decoder(tiny_model), device=CPU, dtype=torch.float32, block_size=8, max_num_seqs=rows, max_model_len=64

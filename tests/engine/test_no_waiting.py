@@ -75,7 +75,8 @@ def fake_cuda(device_guard: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(import_module(f"batchrun.kernels.gpu.{name}"), "launch", launch)
     monkeypatch.setattr(import_module("batchrun.kernels.gpu.attention"), "capability", lambda device: (8, 0))
     monkeypatch.setattr(_SafeTensor, "copy_into", lambda self, out: None)  # weights hold no numbers either
-    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None))
+    event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: event)
     return launched
 
 
@@ -100,7 +101,7 @@ def steps() -> list[Step]:
     scored = running(12, params=SamplingParams(max_tokens=2, temperature=0, prompt_logprobs=3))
     mixed = [StepRow(plain[0], 0, 5, True, 0), StepRow(sampled[1], 4, 13, True, 0), StepRow(plain[2], 8, 4, False, 0)]
     return [
-        largest_step(4, 21, 8, 1),
+        largest_step(4, 64, 21, 8, 1),
         Step(mixed, [plain[0], sampled[1]]),
         Step([StepRow(plain[2], 0, 8, False, 0)], [plain[2]]),
         Step([StepRow(scored[0], 0, 12, True, 0)], [scored[0]]),
@@ -121,7 +122,7 @@ def test_no_step_waits(
 
     monkeypatch.setattr(DecodeGraphs, "_capture", capture)
     run(tiny_model, ops, [*steps(), *steps()[-2:]])
-    assert len(captured) == 2  # the decoding steps, which come twice, have a graph each
+    assert len(captured) == 2  # the decoding steps, which come again, have a graph each
     assert {"_attend", "_merge"} <= set(fake_cuda)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from batchrun import Engine, SamplingParams
 from batchrun.engine import engine as engine_module
@@ -79,4 +80,29 @@ def test_without_overlap_results_are_the_same(tiny_model: Path) -> None:
 
     engine.executor.launch = launch_and_wait  # type: ignore[method-assign]
     assert texts(engine) == expected
+    engine.close()
+
+
+def test_nothing_is_taken_from_steps_after_one_that_failed(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step is on its way when one fails, and it would miss the tokens of that one."""
+    engine = Engine(str(tiny_model), device="cpu", dtype="float32")
+    launch, calls = engine.executor._launch, iter(range(100))
+
+    def fail_once(*laid_out: Any) -> Any:
+        if next(calls) == 3:
+            raise torch.OutOfMemoryError("planted")
+        return launch(*laid_out)
+
+    monkeypatch.setattr(engine.executor, "_launch", fail_once)
+    engine.add(request := engine.request("a", [5, 6, 7], SamplingParams(temperature=0, max_tokens=20), 1))
+    with pytest.raises(torch.OutOfMemoryError, match="planted"):
+        while engine.has_work:
+            engine.step()
+    settled = list(request.output_ids)
+    assert len(settled) == 3
+    assert engine.drain() == []
+    assert request.output_ids == settled
+    with pytest.raises(RuntimeError, match="an earlier step failed"):
+        for _ in range(2):
+            engine.step()
     engine.close()
