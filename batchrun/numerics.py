@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+from importlib import metadata
+from pathlib import Path
 from types import ModuleType
 
 
 def numerics(device: str, dtype: str, head_dim: int, *, reproducible: bool) -> str:
-    """A short description of device, libraries and kernels; ``any`` where a job does not ask for the same bits.
-
-    Raises JobError where the reproducible mode is not to be had.
-    """
+    """A short description of device, libraries and kernels; ``any`` where a job does not ask for the same bits."""
     if not reproducible:
         return "any"
     import torch
@@ -28,7 +28,20 @@ def describe_operations(ops: ModuleType, device: str) -> str:
     from batchrun.kernels import cpu
 
     name = ops.__name__.rpartition(".")[2]
+    if device == "cuda":
+        kernels = f" {_triton_kernels()}" if "triton" in name else ""
+        return f"{name}{kernels} on {torch.cuda.get_device_name()}, torch {torch.__version__}"
     kernels = f" {cpu.version()}" if "native" in name or "onednn" in name else ""
     capability = torch.backends.cpu.get_cpu_capability()
     products = "native" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32"
     return f"{name}{kernels} on {device} {capability}, oneDNN's bfloat16 {products}, torch {torch.__version__}"
+
+
+def _triton_kernels() -> str:
+    """A hash of the GPU kernels' source, and what compiles it."""
+    from batchrun.kernels import gpu
+
+    digest = hashlib.blake2b(digest_size=6)
+    for path in sorted(Path(gpu.__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return f"{digest.hexdigest()}, Triton {metadata.version('triton')}"

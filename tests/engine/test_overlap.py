@@ -47,6 +47,11 @@ def texts(engine: Engine) -> list[tuple[int, ...]]:
     return [result.token_ids for result in results]
 
 
+def step_on(engine: Engine, count: int) -> None:
+    for _ in range(count):
+        engine.step()
+
+
 def test_the_host_works_while_a_step_is_in_flight(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(str(tiny_model), device="cpu", dtype="float32")
     expected = texts(engine)
@@ -96,13 +101,11 @@ def test_nothing_is_taken_from_steps_after_one_that_failed(tiny_model: Path, mon
     monkeypatch.setattr(engine.executor, "_launch", fail_once)
     engine.add(request := engine.request("a", [5, 6, 7], SamplingParams(temperature=0, max_tokens=20), 1))
     with pytest.raises(torch.OutOfMemoryError, match="planted"):
-        while engine.has_work:
-            engine.step()
+        step_on(engine, 20)
     settled = list(request.output_ids)
     assert len(settled) == 3
     assert engine.drain() == []
     assert request.output_ids == settled
     with pytest.raises(RuntimeError, match="an earlier step failed"):
-        for _ in range(2):
-            engine.step()
+        step_on(engine, 2)
     engine.close()
