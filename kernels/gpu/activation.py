@@ -26,14 +26,10 @@ def gelu_mul(gate_up: Tensor) -> Tensor:
 def _gated(gate_up: Tensor, activation: str) -> Tensor:
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((tokens, width), dtype=gate_up.dtype, device=gate_up.device)
-    grid = (tokens, triton.cdiv(width, _BLOCK))
     launch(
         gated_kernel,
-        grid,
-        gate_up,
-        out,
-        gate_up.stride(0),
-        width,
+        (tokens, triton.cdiv(width, _BLOCK)),
+        *(gate_up, out, gate_up.stride(0), width),
         ACTIVATION=activation,
         BLOCK=_BLOCK,
         num_warps=_WARPS,

@@ -97,7 +97,7 @@ def compiled(
         spilled=_number(r"(\d+) bytes spill stores", text) + _number(r"(\d+) bytes spill loads", text),
         stack=_number(r"(\d+) bytes stack frame", text),
         shared=result.metadata.shared,
-        warnings=tuple(line for line in text.splitlines() if re.search(r"\bwarning\b|\bC75\d\d\b", line)),
+        warnings=warnings(text),
         instructions=_instructions(result.asm["cubin"]),
         ptx=result.asm["ptx"],
     )
@@ -159,6 +159,11 @@ def problems(compiled: Compiled, *, instruction: str | tuple[str, ...] = (), min
         if not compiled.count(wanted):
             found.append(f"no {wanted}")
     return [f"sm_{compiled.arch}: {line}" for line in found]
+
+
+def warnings(log: str) -> tuple[str, ...]:
+    """The lines of ptxas's log that tell of a warning, or of a loss of speed (C75xx)."""
+    return tuple(line for line in log.splitlines() if re.search(r"\bwarning\b|\bC75\d\d\b", line))
 
 
 def _number(pattern: str, log: str) -> int:
