@@ -1,7 +1,8 @@
 """The engine's operations as Triton kernels, for NVIDIA GPUs; `batchrun.ops.torch_ops` says what each one computes.
 
 No function waits for the device: what it launches depends on shapes and host integers alone, so a step can be captured
-in a CUDA graph. Tensors are contiguous, of caches the blocks of a head; activations are float32, bfloat16 or float16.
+in a CUDA graph. Activations are float32, bfloat16 or float16. Of activations and logits only the rows need be
+contiguous, of caches the blocks of a head, of all else the whole tensor.
 """
 
 from .activation import gelu_mul, silu_mul

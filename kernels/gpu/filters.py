@@ -38,18 +38,18 @@ def cutoffs(logits: Tensor, *, temperature: Tensor, min_p: Tensor, top_k: Tensor
         some = slice(begin, begin + ROWS)
         grid, fixed = (min(rows - begin, ROWS),), {"BLOCK": BLOCK, "num_warps": WARPS}
         each = [x[some] for x in (logits, temperature, top_p, out, largest)]
-        launch(top_k_kernel, grid, *each, min_p[some], top_k[some], workspace, size, **fixed)
-        launch(top_p_kernel, grid, *each, workspace, size, **fixed)
+        launch(top_k_kernel, grid, *each, min_p[some], top_k[some], workspace, logits.stride(0), size, **fixed)
+        launch(top_p_kernel, grid, *each, workspace, logits.stride(0), size, **fixed)
     return out
 
 
 @triton.jit
 def top_k_kernel(
-    logits, temperature, top_p, out, largest, min_p, top_k, workspace, size, BLOCK: tl.constexpr
+    logits, temperature, top_p, out, largest, min_p, top_k, workspace, stride, size, BLOCK: tl.constexpr
 ):  # fmt: skip
     """A row's cutoff by ``min_p`` and ``top_k``, and its largest scaled logit where it has any filter."""
     row = tl.program_id(0).to(tl.int64)
-    line, space = logits + row * size, workspace + row * size
+    line, space = logits + row * stride, workspace + row * size
     scale, share, count = tl.load(temperature + row), tl.load(min_p + row), tl.load(top_k + row)
     limited = (count > 0) & (count < size)
     cut = float("-inf")
@@ -63,14 +63,14 @@ def top_k_kernel(
 
 
 @triton.jit
-def top_p_kernel(logits, temperature, top_p, out, largest, workspace, size, BLOCK: tl.constexpr):
+def top_p_kernel(logits, temperature, top_p, out, largest, workspace, stride, size, BLOCK: tl.constexpr):
     """Raise a row's cutoff to that of ``top_p`` among what is left."""
     row = tl.program_id(0).to(tl.int64)
     mass = tl.load(top_p + row)
     if mass < 1:
         most = tl.load(largest + row)
         if tl.abs(most) < float("inf"):  # else there is nothing to choose from
-            line, space = logits + row * size, workspace + row * size
+            line, space = logits + row * stride, workspace + row * size
             scale, cut = tl.load(temperature + row), tl.load(out + row)
             tl.store(out + row, select(line, scale, space, size, most, cut, mass, True, BLOCK))
 

@@ -29,7 +29,7 @@ def token_logprobs(logits: Tensor, targets: Tensor, count: int) -> tuple[Tensor,
             logprob_kernel,
             (min(rows - begin, ROWS),),
             *(x[some] for x in (logits, targets, of_target, ids, values)),
-            *(workspace, size, count),
+            *(workspace, logits.stride(0), size, count),
             BLOCK=BLOCK,
             COUNT=triton.next_power_of_2(count) if count else 0,
             num_warps=WARPS,
@@ -39,11 +39,11 @@ def token_logprobs(logits: Tensor, targets: Tensor, count: int) -> tuple[Tensor,
 
 @triton.jit
 def logprob_kernel(
-    logits, targets, of_target, ids, values, workspace, size, count, BLOCK: tl.constexpr, COUNT: tl.constexpr
+    logits, targets, of_target, ids, values, workspace, stride, size, count, BLOCK: tl.constexpr, COUNT: tl.constexpr
 ):
     """A row's target and most likely tokens; ``COUNT`` is a power of two from ``count`` up."""
     row = tl.program_id(0).to(tl.int64)
-    line, space = logits + row * size, workspace + row * (size + 2 * count)
+    line, space = logits + row * stride, workspace + row * (size + 2 * count)
     largest = row_max(line, size, BLOCK)
     total = tl.log(_sum_exp(line, size, largest, BLOCK))
     tl.store(of_target + row, tl.load(line + tl.load(targets + row)) - largest - total)

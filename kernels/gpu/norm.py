@@ -28,39 +28,39 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, off
 
 
 def _rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float) -> Tensor:
-    out = torch.empty_like(x)
     width = x.shape[-1]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    x = x.view(-1, width)
+    residual = None if residual is None else residual.view(-1, width)
     block = triton.next_power_of_2(width)
     launch(
         norm_kernel,
-        (x.numel() // width,),
-        *(x, residual, weight, out, width, eps),
+        (len(x),),
+        *(x, residual, weight, out, x.stride(0), 0 if residual is None else residual.stride(0), width, eps),
         OFFSET=offset,
         BLOCK=block,
-        num_warps=warps(block),
+        num_warps=min(max(block // _PER_WARP, 1), _MOST_WARPS),
     )
     return out
 
 
-def warps(block: int) -> int:
-    """Warps of a program whose row has up to ``block`` elements."""
-    return min(max(block // _PER_WARP, 1), _MOST_WARPS)
-
-
 @triton.jit
-def norm_kernel(x, residual, weight, out, width, eps, OFFSET: tl.constexpr, BLOCK: tl.constexpr):
+def norm_kernel(
+    x, residual, weight, out, x_stride, residual_stride, width, eps, OFFSET: tl.constexpr, BLOCK: tl.constexpr
+):
     """A row of ``out`` [T, width] from one of ``x``, and of ``residual`` where there is one."""
-    row = tl.program_id(0).to(tl.int64) * width
+    row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
-    values = tl.load(x + row + column, mask=inside, other=0.0).to(tl.float32)
+    values = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     if residual is not None:
-        values += tl.load(residual + row + column, mask=inside, other=0.0).to(tl.float32)
+        sums = residual + row * residual_stride + column
+        values += tl.load(sums, mask=inside, other=0.0).to(tl.float32)
         rounded = values.to(residual.dtype.element_ty)
-        tl.store(residual + row + column, rounded, mask=inside)
+        tl.store(sums, rounded, mask=inside)
         values = rounded.to(tl.float32)
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     normed = values * tl.rsqrt(tl.sum(values * values) / width + eps)
     if OFFSET == 0:
         normed = normed.to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + row + column, (normed * (OFFSET + scale)).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * width + column, (normed * (OFFSET + scale)).to(out.dtype.element_ty), mask=inside)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from .launch import launch
 
-_ELEMENTS = 2048  # of a program, 16 of a thread
-WARPS = 4
+_ELEMENTS = 2048  # of a program
+_PER_WARP = 1024  # 32 of a thread: of keys and of values 16, which are two vectors of 8 in the halves
 
 
 def rope_kv_write(
@@ -34,23 +34,23 @@ def rope_kv_write(
     _, kv_heads, block_size, dim = k_cache.shape
     q_heads = qkv.shape[1] // dim - 2 * kv_heads
     q = torch.empty((len(qkv), q_heads, dim), dtype=qkv.dtype, device=qkv.device)
-    heads, half = tile(max(q_heads, 2 * kv_heads), dim)
+    heads, half = _tile(max(q_heads, 2 * kv_heads), dim)
     q_parts, kv_parts = triton.cdiv(q_heads, heads), triton.cdiv(kv_heads, heads // 2)
     launch(
         rope_kernel,
         (len(qkv), q_parts + kv_parts),
         *(qkv, cos_sin, positions, slots, q, k_cache, v_cache, q_norm, k_norm),
-        *(*k_cache.stride()[:2], *v_cache.stride()[:2], q_parts, q_heads, kv_heads, eps),
+        *(qkv.stride(0), *k_cache.stride()[:2], *v_cache.stride()[:2], q_parts, q_heads, kv_heads, eps),
         BLOCK_SIZE=block_size,
         DIM=dim,
         HEADS=heads,
         HALF=half,
-        num_warps=WARPS,
+        num_warps=max(2 * heads * half // _PER_WARP, 1),
     )
     return q
 
 
-def tile(heads: int, dim: int) -> tuple[int, int]:
+def _tile(heads: int, dim: int) -> tuple[int, int]:
     """Heads of a program, and elements of half a head, as powers of two."""
     half = triton.next_power_of_2(dim // 2)
     return max(min(triton.next_power_of_2(heads), _ELEMENTS // (2 * half)), 2), half
@@ -59,12 +59,12 @@ def tile(heads: int, dim: int) -> tuple[int, int]:
 @triton.jit
 def rope_kernel(
     qkv, cos_sin, positions, slots, q, k_cache, v_cache, q_norm, k_norm,
-    k_block_stride, k_head_stride, v_block_stride, v_head_stride, q_parts, q_heads, kv_heads, eps,
+    stride, k_block_stride, k_head_stride, v_block_stride, v_head_stride, q_parts, q_heads, kv_heads, eps,
     BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """``HEADS`` query heads of a token, or ``HEADS / 2`` of keys and as many of values."""
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row = qkv + token * ((q_heads + 2 * kv_heads) * DIM)
+    row = qkv + token * stride
     column = tl.arange(0, HALF)[None, :]
     angles = cos_sin + tl.load(positions + token).to(tl.int64) * DIM + column
     cos = tl.load(angles, mask=column < DIM // 2, other=0.0)

@@ -54,7 +54,7 @@ def _pick(
     launch(
         pick_kernel,
         (rows, parts),
-        *(logits, temperature, floor, key, position, scores, tokens, size, length),
+        *(logits, temperature, floor, key, position, scores, tokens, logits.stride(0), size, length),
         BLOCK=BLOCK,
         num_warps=WARPS,
     )
@@ -71,7 +71,7 @@ def split(rows: int, size: int) -> tuple[int, int]:
 
 
 @triton.jit
-def pick_kernel(logits, temperature, floor, key, position, scores, tokens, size, length, BLOCK: tl.constexpr):
+def pick_kernel(logits, temperature, floor, key, position, scores, tokens, stride, size, length, BLOCK: tl.constexpr):
     """The best score of a part of a row and the first token that has it; token -1 where there is NaN.
 
     Scores are the logits, or with a ``temperature`` scaled logits plus noise, of those that reach the row's ``floor``.
@@ -88,7 +88,7 @@ def pick_kernel(logits, temperature, floor, key, position, scores, tokens, size,
         reached = float("-inf")
     for start in tl.range(begin, end, BLOCK, num_stages=4):
         at = start + tl.arange(0, BLOCK)
-        values = tl.load(logits + row * size + at, mask=at < end, other=float("-inf"))
+        values = tl.load(logits + row * stride + at, mask=at < end, other=float("-inf"))
         invalid |= values != values
         if temperature is None:
             token = tl.where(values > best, at, token)

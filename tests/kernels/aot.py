@@ -8,13 +8,18 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
+import torch
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
+from batchrun.kernels.gpu import launch
 
 ARCHS = (80, 90, 100)
 
@@ -23,6 +28,13 @@ _WARPS = 64
 _BLOCKS = 32
 _SHARED = {80: 164 << 10, 90: 228 << 10, 100: 228 << 10}
 _SHARED_OF_SYSTEM = 1 << 10  # of every block
+_DTYPES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
 
 
 @dataclass(frozen=True)
@@ -85,10 +97,47 @@ def compiled(
         spilled=_number(r"(\d+) bytes spill stores", text) + _number(r"(\d+) bytes spill loads", text),
         stack=_number(r"(\d+) bytes stack frame", text),
         shared=result.metadata.shared,
-        warnings=tuple(line for line in text.splitlines() if re.search(r"\bwarning\b|\bC75\d\d\b", line)),
+        warnings=warnings(text),
         instructions=_instructions(result.asm["cubin"]),
         ptx=result.asm["ptx"],
     )
+
+
+def launched(call: Callable[[], object], *, arch: int) -> list[Compiled]:
+    """Compile, for ``sm_<arch>``, what ``call`` launches on tensors of the ``meta`` device.
+
+    On this device a tensor has no values, so a call that asks for one raises.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        found: list[Compiled] = []
+
+        def start(kernel: Any, _: object, args: tuple[Any, ...], constants: dict[str, Any], options: Any) -> None:
+            arguments = dict(zip(kernel.arg_names, args, strict=False))
+            fixed = {
+                name: value
+                for name, value in arguments.items()
+                if value is None or (isinstance(value, int) and value == 1)
+            }
+            types = {name: _type(value) for name, value in arguments.items() if name not in fixed}
+            found.append(compiled(kernel, types, fixed | constants, arch=arch, **options))
+
+        patch.setattr(launch, "start", start)
+        call()
+    return found
+
+
+def _is_one(argument: Any) -> bool:
+    """Whether Triton takes an argument for a constant because of its value."""
+    return isinstance(argument, int) and argument == 1
+
+
+def _type(argument: Any) -> str:
+    """The type for which Triton would compile an argument."""
+    if isinstance(argument, torch.Tensor):
+        return "*" + _DTYPES[argument.dtype]
+    if isinstance(argument, float):
+        return "fp32"
+    return "i32:16" if argument % 16 == 0 else "i32"
 
 
 def problems(compiled: Compiled, *, instruction: str | tuple[str, ...] = (), min_warps_per_sm: int = 1) -> list[str]:
@@ -110,6 +159,11 @@ def problems(compiled: Compiled, *, instruction: str | tuple[str, ...] = (), min
         if not compiled.count(wanted):
             found.append(f"no {wanted}")
     return [f"sm_{compiled.arch}: {line}" for line in found]
+
+
+def warnings(log: str) -> tuple[str, ...]:
+    """The lines of ptxas's log that tell of a warning, or of a loss of speed (C75xx)."""
+    return tuple(line for line in log.splitlines() if re.search(r"\bwarning\b|\bC75\d\d\b", line))
 
 
 def _number(pattern: str, log: str) -> int:

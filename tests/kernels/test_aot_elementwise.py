@@ -3,53 +3,54 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import Tensor
 
 pytest.importorskip("triton")
 
-from batchrun.kernels.gpu import activation, norm, rope
-from tests.kernels.aot import ARCHS, compiled, problems
+from batchrun.kernels import gpu
+from tests.kernels.aot import ARCHS, launched, problems
 
 VECTORS = ("LDG.E.128", "STG.E.128")
 pytestmark = pytest.mark.parametrize("arch", ARCHS)
 
 
-@pytest.mark.parametrize(("dtype", "width"), [("*bf16", 4096), ("*fp32", 8192)])
-def test_rms_norm(arch: int, dtype: str, width: int) -> None:
-    types = {"x": dtype, "weight": dtype, "out": dtype, "width": "i32:16", "eps": "fp32"}
-    constants = {"residual": None, "OFFSET": 1.0, "BLOCK": width}
-    result = compiled(norm.norm_kernel, types, constants, arch=arch, num_warps=norm.warps(width))
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 4096), (torch.float32, 8192), (torch.bfloat16, 1152)])
+def test_rms_norm(arch: int, dtype: torch.dtype, width: int) -> None:
+    x, weight = empty(9, width, dtype=dtype), empty(width, dtype=dtype)
+    (result,) = launched(lambda: gpu.rms_norm(x, weight, 1e-6, offset=1.0), arch=arch)
     assert problems(result, instruction=VECTORS, min_warps_per_sm=32) == []
 
 
-@pytest.mark.parametrize("width", [1024, 16_384])
+@pytest.mark.parametrize("width", [2048, 16_384])
 def test_add_rms_norm(arch: int, width: int) -> None:
-    types = dict.fromkeys(("x", "residual", "weight", "out"), "*bf16") | {"width": "i32:16", "eps": "fp32"}
-    constants = {"OFFSET": 0.0, "BLOCK": width}
-    result = compiled(norm.norm_kernel, types, constants, arch=arch, num_warps=norm.warps(width))
+    x, weight = empty(9, width), empty(width)
+    (result,) = launched(lambda: gpu.add_rms_norm(x, x, weight, 1e-6), arch=arch)
     assert problems(result, instruction=VECTORS, min_warps_per_sm=16) == []
-    assert result.count("LDG.E.128") == 3 * result.count("STG.E.128") // 2  # one of each tensor, no more
+    assert result.count("LDG.E.128") == 3 * result.count("STG.E.128") // 2  # every element is read once
 
 
-@pytest.mark.parametrize(("function", "dtype"), [("silu", "*bf16"), ("gelu", "*fp16")])
-def test_activations(arch: int, function: str, dtype: str) -> None:
-    types = {"gate_up": dtype, "out": dtype, "width": "i32:16"}
-    constants = {"ACTIVATION": function, "BLOCK": activation.BLOCK}
-    result = compiled(activation.gated_kernel, types, constants, arch=arch, num_warps=activation.WARPS)
+@pytest.mark.parametrize("function", [gpu.silu_mul, gpu.gelu_mul])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_activations(arch: int, function: object, dtype: torch.dtype) -> None:
+    assert callable(function)
+    (result,) = launched(lambda: function(empty(9, 2 * 14_336, dtype=dtype)), arch=arch)
     assert problems(result, instruction=VECTORS, min_warps_per_sm=48) == []
 
 
-@pytest.mark.parametrize(("dim", "normed"), [(128, True), (64, False), (80, False)])
-def test_rope_kv_write(arch: int, dim: int, normed: bool) -> None:
-    strides = ("k_block_stride", "k_head_stride", "v_block_stride", "v_head_stride")
-    types = (
-        dict.fromkeys(("qkv", "q", "k_cache", "v_cache", "q_norm", "k_norm"), "*bf16")
-        | {"cos_sin": "*fp32", "positions": "*i64", "slots": "*i64", "eps": "fp32"}
-        | dict.fromkeys(strides, "i32:16")
-        | dict.fromkeys(("q_parts", "q_heads", "kv_heads"), "i32")
+@pytest.mark.parametrize(
+    ("q_heads", "kv_heads", "dim", "normed"), [(32, 8, 128, True), (9, 3, 64, False), (32, 8, 80, False)]
+)
+def test_rope_kv_write(arch: int, q_heads: int, kv_heads: int, dim: int, normed: bool) -> None:
+    memory = empty(50, kv_heads, 2, 32, dim)
+    each = torch.empty(9, dtype=torch.int64, device="meta")
+    norms = {"q_norm": empty(dim), "k_norm": empty(dim), "eps": 1e-6} if normed else {}
+    qkv, cos_sin = empty(9, (q_heads + 2 * kv_heads) * dim), empty(4096, dim, dtype=torch.float32)
+    (result,) = launched(
+        lambda: gpu.rope_kv_write(qkv, cos_sin, each, each, memory[:, :, 0], memory[:, :, 1], **norms), arch=arch
     )
-    heads, half = rope.tile(32, dim)
-    constants = {"BLOCK_SIZE": 32, "DIM": dim, "HEADS": heads, "HALF": half}
-    if not normed:
-        constants |= {"q_norm": None, "k_norm": None}
-    result = compiled(rope.rope_kernel, types, constants, arch=arch, num_warps=rope.WARPS)
-    assert problems(result, instruction=VECTORS, min_warps_per_sm=36) == []
+    assert problems(result, instruction=VECTORS, min_warps_per_sm=32) == []

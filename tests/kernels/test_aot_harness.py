@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from tests.kernels.aot import ARCHS, compiled, problems
+from tests.kernels.aot import ARCHS, compiled, problems, warnings
 
 
 @triton.jit
@@ -64,6 +65,12 @@ def test_missing_instructions_and_low_occupancy_are_problems() -> None:
     (found,) = problems(result, min_warps_per_sm=64)
     assert "warps on a multiprocessor" in found
     assert problems(scale(90, n="i32"), instruction="LDG.E.128") == ["sm_90: no LDG.E.128"]
+
+
+def test_what_ptxas_says_of_lost_speed_is_a_problem() -> None:
+    told = "ptxas info    : (C7515) Potential Performance Loss: wgmma.mma_async instructions are serialized"
+    assert warnings(f"ptxas info    : Used 40 registers\n{told}\n") == (told,)
+    assert problems(replace(scale(90), warnings=(told,))) == [f"sm_90: ptxas: {told}"]
 
 
 @pytest.mark.slow

@@ -2,48 +2,47 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
+import torch
+from torch import Tensor
 
 pytest.importorskip("triton")
 
-from batchrun.kernels.gpu import filters, logprobs, sampling
-from tests.kernels.aot import ARCHS, compiled, problems
+from batchrun.kernels import gpu
+from tests.kernels.aot import ARCHS, launched, problems
 
 AHEAD = "LDGSTS.128"  # copies into shared memory that are on their way while others are used
 pytestmark = pytest.mark.parametrize("arch", ARCHS)
 
 
-@pytest.mark.parametrize("noise", [False, True])
-def test_pick(arch: int, noise: bool) -> None:
-    types = {"logits": "*fp32", "scores": "*fp32", "tokens": "*i32", "size": "i32:16", "length": "i32:16"}
-    constants: dict[str, int | None] = {"BLOCK": sampling.BLOCK}
-    if noise:
-        types |= {"temperature": "*fp32", "floor": "*fp32", "key": "*i64", "position": "*i64"}
-    else:
-        constants |= dict.fromkeys(("temperature", "floor", "key", "position"))
-    result = compiled(sampling.pick_kernel, types, constants, arch=arch, num_warps=sampling.WARPS)
-    assert problems(result, instruction=AHEAD, min_warps_per_sm=32 if noise else 64) == []
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def test_merge(arch: int) -> None:
-    types = {"scores": "*fp32", "tokens": "*i32", "out": "*i64", "parts": "i32"}
-    assert problems(compiled(sampling.merge_kernel, types, {"BLOCK": 256}, arch=arch, num_warps=1)) == []
+def test_argmax(arch: int) -> None:
+    pick, merge = launched(lambda: gpu.argmax(empty(64, 128_256)), arch=arch)
+    assert problems(pick, instruction=AHEAD, min_warps_per_sm=64) == []
+    assert problems(merge) == []
 
 
-@pytest.mark.parametrize("kernel", [filters.top_k_kernel, filters.top_p_kernel], ids=["top_k", "top_p"])
-def test_filters(arch: int, kernel: Any) -> None:
-    types = dict.fromkeys(("logits", "temperature", "top_p", "out", "largest", "min_p"), "*fp32")
-    types |= {"top_k": "*i64", "workspace": "*i32", "size": "i32:16"}
-    result = compiled(kernel, types, {"BLOCK": filters.BLOCK}, arch=arch, num_warps=filters.WARPS)
-    assert problems(result, instruction=AHEAD, min_warps_per_sm=8) == []
+def test_draw(arch: int) -> None:
+    real, whole = empty(64), empty(64, dtype=torch.int64)
+    given = {"temperature": real, "min_p": real, "top_p": real, "top_k": whole, "key": whole, "position": whole}
+    top_k, top_p, pick, merge = launched(lambda: gpu.draw(empty(64, 128_256), **given), arch=arch)
+    for result in (top_k, top_p):
+        assert problems(result, instruction=AHEAD, min_warps_per_sm=8) == []
+    assert problems(pick, instruction=AHEAD, min_warps_per_sm=32) == []
+    assert pick.count("IMAD.WIDE.U32") >= 17  # a Philox number has as many products
+    assert problems(merge) == []
 
 
-@pytest.mark.parametrize("count", [0, 128])
+@pytest.mark.parametrize("count", [0, 100])
 def test_token_logprobs(arch: int, count: int) -> None:
-    types = {"logits": "*fp32", "targets": "*i64", "of_target": "*fp32", "ids": "*i64", "values": "*fp32"}
-    types |= {"workspace": "*i32", "size": "i32:16", "count": "i32"}
-    constants = {"BLOCK": filters.BLOCK, "COUNT": count}
-    result = compiled(logprobs.logprob_kernel, types, constants, arch=arch, num_warps=filters.WARPS)
+    targets = empty(64, dtype=torch.int64)
+    (result,) = launched(lambda: gpu.token_logprobs(empty(64, 128_256), targets, count), arch=arch)
     assert problems(result, instruction=AHEAD, min_warps_per_sm=8) == []
+
+
+def test_a_vocabulary_that_no_vector_divides(arch: int) -> None:
+    pick, _ = launched(lambda: gpu.argmax(empty(64, 50_257)), arch=arch)
+    assert problems(pick, min_warps_per_sm=32) == []

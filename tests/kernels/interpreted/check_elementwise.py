@@ -70,6 +70,18 @@ def test_activations(dtype: torch.dtype, rows: int, width: int) -> None:
     near(gpu.gelu_mul(gate_up), torch_ops.gelu_mul(gate_up), 2, size)
 
 
+def test_rows_of_wider_tensors() -> None:
+    wide = torch.randn(3, 2, 100)
+    x, residual, weight = wide[:, 0, :72], wide[:, 1, 3:75], torch.randn(72)
+    near(gpu.rms_norm(x, weight, 1e-5), norm64(x, weight), 2)
+    near(gpu.silu_mul(x), torch_ops.silu_mul(x), 2)
+    before, total = wide.clone(), x + residual
+    near(gpu.add_rms_norm(x, residual, weight, 1e-5), norm64(total, weight), 2)
+    assert torch.equal(residual, total)
+    before[:, 1, 3:75] = total
+    assert torch.equal(wide, before)
+
+
 def caches(n_blocks: int, kv_heads: int, block_size: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     memory = torch.full((n_blocks, kv_heads, 2, block_size, dim), 7.0, dtype=dtype)
     return memory[:, :, 0], memory[:, :, 1]
@@ -118,7 +130,7 @@ def test_rope_kv_write(
 
 
 def test_rope_kv_write_into_a_cache_of_another_dtype() -> None:
-    qkv, cos_sin = torch.randn(3, 4 * 16), torch.randn(9, 16)
+    qkv, cos_sin = torch.randn(3, 5 * 16)[:, :64], torch.randn(9, 16)
     positions, slots = torch.tensor([0, 4, 8], dtype=torch.int32), torch.tensor([16, 17, 40])
     k_cache, v_cache = caches(3, 1, 16, 16, torch.float16)
     k_expected, v_expected = caches(3, 1, 16, 16, torch.float16)

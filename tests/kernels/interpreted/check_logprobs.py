@@ -52,7 +52,7 @@ def test_infinite_and_missing_numbers() -> None:
 
 def test_rows_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logprobs, "ROWS", 2)
-    compare(torch.randn(5, 200), torch.arange(5), 11)
+    compare(torch.randn(5, 230)[:, :200], torch.arange(5), 11)
 
 
 def test_a_real_vocabulary() -> None:

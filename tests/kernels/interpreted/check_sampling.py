@@ -105,7 +105,7 @@ def test_argmax(size: int) -> None:
 
 def test_argmax_of_a_real_vocabulary() -> None:
     torch.manual_seed(0)
-    logits = torch.randn(2, 50_257).bfloat16().float()  # with equals
+    logits = torch.randn(2, 50_300).bfloat16().float()[:, :50_257]  # with equals
     assert torch.equal(gpu.argmax(logits), torch_ops.argmax(logits))
     assert gpu.argmax(torch.empty(0, 100)).shape == (0,)
 
@@ -153,7 +153,7 @@ def test_draw_equals_the_twin(spread: float, size: int, given: dict[str, float])
 
 def test_draw_with_a_filter_of_its_own_for_each_row() -> None:
     torch.manual_seed(3)
-    logits = 4 * torch.randn(6, 700)
+    logits = 4 * torch.randn(6, 800)[:, :700]
     logits[5, 9] = math.nan
     chosen = settings(6)
     chosen["temperature"] = torch.tensor([1.0, 0.5, 2.0, 1.0, 0.7, 1.0])
