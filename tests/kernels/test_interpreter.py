@@ -6,7 +6,6 @@ checks see a fault is itself tested, with faults that are written into a copy of
 
 from __future__ import annotations
 
-import inspect
 import os
 import shutil
 import subprocess
@@ -14,8 +13,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from batchrun.ops import torch_ops
 
 pytest.importorskip("triton")
 
@@ -65,11 +62,3 @@ def test_a_planted_fault_is_seen(fault: str, tmp_path: Path) -> None:
     result = check(path, "-x", "-k", selected, root=tmp_path)
     assert result.returncode == 1 or result.returncode < 0, result.stdout[-4000:]
     assert result.returncode < 0 or "1 failed" in result.stdout
-
-
-def test_functions_are_called_like_their_twins() -> None:
-    from batchrun.kernels import gpu
-
-    for name in gpu.__all__:
-        assert inspect.signature(getattr(gpu, name)) == inspect.signature(getattr(torch_ops, name)), name
-    assert set(torch_ops.__all__) - {"linear", "pack", "attention"} <= set(gpu.__all__)

@@ -1,4 +1,4 @@
-"""The torch twins of kernels that no CPU kernel has, and that every backend has the same functions."""
+"""The torch twins of kernels that no CPU kernel has."""
 
 from __future__ import annotations
 
@@ -8,17 +8,11 @@ import pytest
 import torch
 from torch.nn import functional
 
-from batchrun.ops import fixed_onednn_ops, fixed_ops, native_ops, onednn_ops, torch_ops
+from batchrun.ops import fixed_ops, torch_ops
 from batchrun.ops.norm_native import add_rms_norm
 from tests.marks import needs_kernels
 
-PLAIN, NATIVE = [torch_ops, fixed_ops], [native_ops, onednn_ops, fixed_onednn_ops]
-
-
-@pytest.mark.parametrize("ops", PLAIN + NATIVE, ids=lambda ops: ops.__name__)
-def test_backends_have_the_same_functions(ops: ModuleType) -> None:
-    assert ops.__all__ == torch_ops.__all__
-    assert all(callable(getattr(ops, name)) for name in ops.__all__)
+PLAIN = [torch_ops, fixed_ops]
 
 
 @pytest.mark.parametrize("ops", PLAIN, ids=lambda ops: ops.__name__)
