@@ -121,7 +121,7 @@ def test_no_step_waits(
     monkeypatch.setattr(DecodeGraphs, "_capture", capture)
     run(tiny_model, ops, [*steps(), *steps()[-2:]])
     assert len(captured) == 2  # the decoding steps, which come again, have a graph each
-    assert {"_attend", "_merge"} <= set(fake_cuda)
+    assert "_attend" in fake_cuda
 
 
 def test_operations_that_wait_are_seen(tiny_model: Path, fake_cuda: list[str]) -> None:
