@@ -25,6 +25,7 @@ from torch.nn.attention import SDPBackend
 import batchrun
 from batchrun.bench.gpu import checks, floors, roofline, steps, stress, timing
 from batchrun.bench.gpu import engine as ends
+from batchrun.bench.gpu.answers import compare_answers
 from batchrun.bench.gpu.budget import PARTS, Budget, Line, Unit, turns
 from batchrun.bench.gpu.floors import Ceilings, Work
 from batchrun.bench.gpu.inputs import Inputs
@@ -533,7 +534,8 @@ def setting(**changed: Any) -> ends.Setting:
 
 def test_the_engine_end_to_end_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ends.PUBLISHED, ("8B", "12/12"), 27_911)
-    units = ends.Ends(setting()).units()
+    answers, *units = ends.Ends(setting()).units()
+    assert answers.name == "answers of a small model"
     lines = [line for unit in units for line in unit.run(60)]
     assert {line.status for line in lines} == {"measured"}
     assert [unit.name for unit in units][:5] == [
@@ -552,6 +554,15 @@ def test_the_engine_end_to_end_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None
     assert (prompts["steps"], decoding["steps"]) == (4, 16)
 
 
+def test_answers_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    (line,) = compare_answers(CPU, 3)
+    assert (line.status, line.figures["like torch's"] >= 46, line.figures["rows"]) == ("passed", True, 48)
+    draw = torch_ops.draw
+    monkeypatch.setattr(torch_ops, "draw", lambda logits, **how: draw(logits, **how | {"position": how["key"]}))
+    (line,) = compare_answers(CPU, 3)
+    assert (line.status, line.figures["like the run before"]) == ("failed", 48)
+
+
 def test_a_run_that_is_too_slow_is_cut() -> None:
     clock = FakeClock()
 
@@ -560,11 +571,11 @@ def test_a_run_that_is_too_slow_is_cut() -> None:
         return clock.now
 
     part = ends.Ends(setting(clock=slow))
-    (line,) = part.units()[0].run(5.0)
+    (line,) = part.units()[1].run(5.0)
     assert line.status == "cut"
     assert line.figures["finished"] < 6
     assert line.figures["output tok/s"] > 0
-    (line,) = part.units()[0].run(1e9)  # and leaves nothing behind
+    (line,) = part.units()[1].run(1e9)  # and leaves nothing behind
     assert (line.status, line.figures["finished"]) == ("measured", 6)
 
 

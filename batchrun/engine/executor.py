@@ -76,6 +76,7 @@ class Executor:
         config = self.model.config
         shape = (n_blocks, config.n_kv_heads, self._block_size, config.head_dim)
         fill_plan = getattr(self.model.ops, "fill_plan", None)  # of operations that never wait for the device
+        self._graphs = None
         if fill_plan is not None and self.device.type == "cuda":
             self._graphs = DecodeGraphs(self._decode, fill_plan, len(self.tokens))
         self.caches = []

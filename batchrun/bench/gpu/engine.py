@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from batchrun.bench.gpu.answers import NAME, compare_answers
 from batchrun.bench.gpu.budget import Clock, Line, Unit
 from batchrun.bench.gpu.floors import Ceilings
 from batchrun.bench.gpu.random_model import SHAPES, Config, random_engine
@@ -79,9 +80,9 @@ class Ends:
         self._rates: dict[tuple[str, str], float] = {}  # output tokens a second by shape and load
 
     def units(self) -> list[Unit]:
-        """What the engine does with each shape, then the peer's first load; at the end the peer's others."""
+        """A small model's answers; what the engine does with each shape, then the peer's first load; its others."""
         setting = self._setting
-        first: list[Unit] = []
+        first = [Unit(NAME, lambda _: compare_answers(setting.device, setting.seed), 1.0, _LEAST, _LONGEST)]
         last: list[Unit] = []
         for index, shape in enumerate(setting.shapes):
             weight = 3.0 if index == 0 else 2.0
