@@ -1,8 +1,8 @@
 """Decode attention against memory bandwidth: ``python -m tests.bench.decode_attention [--repeat N]``.
 
-One query per row attends to KV several times the size of the last-level cache, rows unshared and blocks shuffled. The
-time is divided, by turns in the same run, by that of reading as many bytes in order, as fast as the best of a few ways
-to read, and by that of reading the same blocks one after the other and doing nothing with them.
+One query per row attends to KV several times the size of the last-level cache, rows unshared, blocks where the engine's
+pool puts them. The time is divided, by turns in the same run, by that of reading as many bytes in order, as fast as the
+best of a few ways to read, and by that of reading the same blocks one after the other and doing nothing with them.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from pathlib import Path
+from random import Random
 from statistics import median
 
 import torch
 from torch import Tensor
 
+from batchrun.engine.blocks import BlockPool
 from batchrun.job import EngineSpec
 from batchrun.kernels import cpu
 from batchrun.kernels.cpu import build
@@ -33,6 +35,8 @@ from batchrun.text import table
 
 _BLOCK = EngineSpec().block_size
 _TOKENS = 1000  # of a row, on average
+_PROMPT = 0.75  # of them
+_GENERATIONS = 4  # of rows, of which the last is measured
 _TIMES_CACHE = 10  # as large as the last-level cache
 _SHAPES = {"SmolLM2 135M": (9, 3, 64), "Llama 8B": (32, 8, 128)}  # query heads, KV heads, head_dim
 _UNKNOWN_CACHE = 32 << 20
@@ -88,6 +92,30 @@ def block_reader() -> Callable[[int, int, int, int, int, int], None]:
     return read
 
 
+def held_blocks(lengths: Sequence[int]) -> Tensor:
+    """The block table of sequences as the engine's pool gives it after a while: int32 [B, P].
+
+    Sequences are taken in with their prompts, `_PROMPT` of their length, and grow by turns; then they leave in any
+    order, and others come.
+    """
+    counts = [-(-length // _BLOCK) for length in lengths]
+    pool, draw = BlockPool(sum(counts) + 1, _BLOCK), Random(0)
+    for generation in range(_GENERATIONS):
+        held = [pool.allocate(int(_PROMPT * count)) for count in counts]
+        while short := [row for row, count in enumerate(counts) if len(held[row]) < count]:
+            for row in short:
+                held[row].extend(pool.allocate(1))
+        if generation < _GENERATIONS - 1:
+            for row in draw.sample(range(len(held)), len(held)):
+                for block in held[row]:
+                    pool.publish(block, f"{generation} {block}".encode())
+                pool.release(held[row])
+    table = torch.zeros(len(held), max(counts), dtype=torch.int32)
+    for line, row in zip(table, held, strict=True):
+        line[: len(row)] = torch.tensor(row)
+    return table
+
+
 def attending(heads: tuple[int, int, int], dtype: torch.dtype, size: int, threads: int) -> tuple[Work, Work]:
     """Decode attention over ``size`` bytes of KV or a little more, and reading its blocks in the same order."""
     q_heads, kv_heads, dim = heads
@@ -96,7 +124,7 @@ def attending(heads: tuple[int, int, int], dtype: torch.dtype, size: int, thread
     rows = -(-size // (token_bytes * _TOKENS))
     kv_len = torch.randint(_TOKENS * 9 // 10, _TOKENS * 11 // 10, (rows,), generator=draw, dtype=torch.int32)
     pages = -(-int(kv_len.max()) // _BLOCK)
-    blocks = 1 + torch.randperm(rows * pages, generator=draw, dtype=torch.int32).view(rows, pages)
+    blocks = held_blocks(kv_len.tolist())
     kv = KVCache.zeros(rows * pages + 1, kv_heads, _BLOCK, dim, dtype, _CPU)
     k, v = kv.keys.fill_(1), kv.values.fill_(1)
     batch = AttentionBatch(torch.arange(rows + 1, dtype=torch.int32), kv_len, blocks, torch.zeros(rows).long())
