@@ -35,6 +35,18 @@ def test_reused_block_is_not_found_by_its_old_content() -> None:
     pool.check()
 
 
+def test_blocks_of_one_allocation_ascend() -> None:
+    """Those of a chain are free the last first, and its next owner reads them in order again."""
+    pool = BlockPool(9, 8)
+    chain = pool.allocate(8)
+    assert chain == sorted(chain)
+    for block in chain:
+        pool.publish(block, bytes([block]))
+    pool.release(chain)
+    assert pool.allocate(5) == chain[3:]
+    pool.check()
+
+
 def test_double_release_is_refused() -> None:
     pool = BlockPool(3, 8)
     blocks = pool.allocate(1)
