@@ -13,6 +13,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,6 @@ import torch
 from click.testing import CliRunner
 from torch.nn.attention import SDPBackend
 
-import batchrun
 from batchrun.bench.gpu import checks, floors, roofline, steps, stress, timing
 from batchrun.bench.gpu import engine as ends
 from batchrun.bench.gpu.answers import compare_answers
@@ -408,12 +408,6 @@ def test_a_row_that_is_not_numbers_has_to_be_told() -> None:
     assert {line.status for line in lines.values()} == {"failed"}
 
 
-def test_a_kernel_that_does_not_exist_is_no_failure() -> None:
-    ops = complete_ops()
-    del ops.attention
-    assert {line.status for line in run_checks(ops, "attention").values()} == {"no kernel"}
-
-
 def test_the_seed_makes_the_inputs() -> None:
     def numbers(seed: int) -> torch.Tensor:
         call = Inputs(complete_ops(), CPU, seed).attention(
@@ -604,8 +598,11 @@ def test_figures_of_steps() -> None:
 
 
 def test_every_kernel_of_ours_is_of_some_kind() -> None:
-    sources = "\n".join(path.read_text() for path in (Path(batchrun.__file__).parent / "kernels" / "gpu").glob("*.py"))
+    pytest.importorskip("triton")
+    folder = Path(import_module("batchrun.kernels.gpu").__file__ or "").parent
+    sources = "\n".join(path.read_text() for path in folder.glob("*.py"))
     launched = set(re.findall(r"^ +launch\(\s*(\w+),", sources, re.MULTILINE)) - {"kernel"}
+    assert len(launched) >= 10
     assert {name for name in launched if steps.kind_of(name) in ("other", "linear")} == set()
     assert [steps.kind_of(name) for name in ("merge_kernel", "_merge", "Memcpy", "nvjet_tst")] == [
         "sampling", "attention", "other", "linear",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -41,6 +42,8 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 _NO_PROMPTS = "prompts has to be a list of prompts, each of them text, a list of token ids, or a list of messages"
 _TOO_LARGE = (MemoryError, RuntimeError, ValueError)  # as NumPy and torch say it of an array
+_NO_IDS = "a prompt is text, whole numbers that are token ids, or messages"
+_CLOSED = "this engine was closed"
 _WINDOW = 4096  # prompts that `generate` takes in and orders at once
 
 
@@ -94,16 +97,17 @@ class Engine:
         files = model if isinstance(model, ModelFiles) else None
         name = files.reference if files else str(model)
         self.model_spec, self.spec = _specs(name, options)
+        self._device = memory.resolve_device(self.spec.device)  # before a model is fetched that it could not run
         self.files = files or resolve(name, self.model_spec.revision)
         self.tokenizer = tokenizer or Tokenizer.load(self.files)
         self._weights = weights
         self._load()
         self._in_flight: tuple[Step, Future[StepOutput]] | None = None
         self._generating = False
+        self._closed = False
 
     def _load(self) -> None:
-        spec = self.spec
-        device = memory.resolve_device(spec.device)
+        spec, device = self.spec, self._device
         memory.check_quantization(self.model_spec.quantization, device)
         dtype = memory.resolve_dtype(self.model_spec.dtype, device)
         self.max_model_len = memory.resolve_max_model_len(self.files.config, self.model_spec)
@@ -197,6 +201,8 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue a request; `step` returns it when it has finished."""
+        if self._closed:
+            raise RuntimeError(_CLOSED)
         self.scheduler.add(request)
 
     @property
@@ -284,6 +290,7 @@ class Engine:
 
     def close(self) -> None:
         """Drop what is in work and stop the executor's thread."""
+        self._closed = True
         self.abort()
         self.executor.close()
 
@@ -319,6 +326,8 @@ class Engine:
                     more = len(window) == _WINDOW
                     yield from self._add_window(window, params, entropy)
                 yield from map(self._result, self.step())
+            if self._closed:
+                raise RuntimeError(_CLOSED)
         finally:
             self.abort()  # the caller may have stopped before the end
             self._generating = False
@@ -332,6 +341,8 @@ class Engine:
         """Add prompts in prefix order; yields those that cannot run."""
         requests = []
         for index, prompt in window:
+            if isinstance(params, Sequence) and index >= len(params):
+                raise ValueError(f"params has {len(params)} entries, fewer than there are prompts")
             chosen = params[index] if isinstance(params, Sequence) else params or SamplingParams()
             noise = noise_key("seed", chosen.seed) if chosen.seed is not None else noise_key(entropy, index)
             try:
@@ -351,9 +362,12 @@ class Engine:
             if len(messages) < len(prompt):
                 raise ValueError("a prompt is text, token ids or messages, not a mixture")
             return self.tokenizer.encode(self.tokenizer.render_chat(messages), add_special_tokens=False)
-        if any(isinstance(item, bool) for item in prompt):
-            raise ValueError("token ids are whole numbers")
-        return [int(item) for item in prompt if not isinstance(item, Mapping)]
+        if isinstance(prompt, bytes | bytearray) or any(isinstance(item, bool) for item in prompt):
+            raise ValueError(_NO_IDS)
+        try:
+            return [operator.index(item) for item in prompt if not isinstance(item, Mapping)]
+        except TypeError:
+            raise ValueError(_NO_IDS) from None
 
     def _result(self, request: Request) -> Result:
         params = request.params

@@ -121,7 +121,7 @@ class Executor:
 
     @torch.inference_mode()
     def _launch(self, batch: Batch, filled: Batch | None) -> Landing:
-        """Launch all of a step. Nothing in here may wait for the device."""
+        """Launch all of a step. Nothing in here may wait for the device, but that a graph is captured now and then."""
         if self._graphs is not None and filled is not None and batch.sampling is not None:
             logits = self._graphs.run(filled, self._transfer)[: len(batch.token_rows)]
             return Landing(

@@ -1,8 +1,8 @@
 """CUDA graphs of steps in which every row decodes one token.
 
 Launching a step's kernels one by one takes the host longer than a small step takes the device. A graph is captured once
-for each layout of a step's inputs and replayed with one call. Layouts are few, because batches are filled up to a few
-sizes: with rows that read and write the reserved block 0 alone.
+for each layout of a step's inputs, which waits for the device, and replayed with one call. That layouts come again,
+batches are filled up to a few sizes, with rows that read and write the reserved block 0 alone.
 """
 
 from __future__ import annotations

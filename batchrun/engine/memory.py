@@ -33,6 +33,8 @@ _CGROUP = Path("/sys/fs/cgroup")
 _CPU_KV_CEILING = 4 * _GIB
 _CPU_KV_SHARE = 0.25
 _CPU_ONE_SEQUENCE_SHARE = 0.75  # an automatic budget grows this far to hold one whole sequence
+_CAPABILITY_MAJOR = 75  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
+_LEAST_CAPABILITY = 8  # that the kernels are compiled for
 _ROPE_ALREADY_SCALED = {"default", "llama3", "longrope", "su", "mrope"}
 
 
@@ -67,6 +69,9 @@ def _why_no_cuda() -> str | None:
         return "there is no NVIDIA driver"
     if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0 or count.value == 0:
         return "the NVIDIA driver shows no GPU"
+    major = ctypes.c_int(0)
+    if driver.cuDeviceGetAttribute(ctypes.byref(major), _CAPABILITY_MAJOR, 0) == 0 and major.value < _LEAST_CAPABILITY:
+        return f"the GPU's compute capability is {major.value}.x, and {_LEAST_CAPABILITY}.0 is needed"
     return None
 
 

@@ -90,7 +90,7 @@ class Decoder:
         """The backend's ``attention_plan`` for the heads of this model."""
         config = self.config
         group = config.n_heads // config.n_kv_heads
-        return self.ops.attention_plan(*batch, **shape, group=group, head_dim=config.head_dim)
+        return self.ops.attention_plan(*batch, **shape, group=group, head_dim=config.head_dim, dtype=self.norm.dtype)
 
     def forward(
         self,

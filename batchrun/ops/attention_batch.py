@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 
@@ -39,6 +40,7 @@ def no_plan(
     block_size: int,
     group: int,
     head_dim: int,
+    dtype: torch.dtype,
     window: int | None,
 ) -> None:
     """``attention_plan`` of a backend that divides its work when it is called.

@@ -5,6 +5,7 @@ in tiles of a fixed number of rows.
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from batchrun.kernels.gpu import (
     add_rms_norm,
@@ -49,6 +50,7 @@ def attention_plan(
     block_size: int,
     group: int,
     head_dim: int,
+    dtype: torch.dtype,
     window: int | None,
 ) -> Plan:
     """As `triton_ops.attention_plan`."""
@@ -59,6 +61,7 @@ def attention_plan(
         block_size=block_size,
         group=group,
         head_dim=head_dim,
+        dtype=dtype,
         window=window,
         reproducible=True,
     )

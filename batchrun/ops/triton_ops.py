@@ -52,15 +52,18 @@ def attention_plan(
     block_size: int,
     group: int,
     head_dim: int,
+    dtype: torch.dtype,
     window: int | None,
 ) -> Plan:
     """How a batch's attention is divided among programs: see `batchrun.kernels.gpu.attention_plan`."""
-    return make_plan(cu_q, kv_len, block_table, block_size=block_size, group=group, head_dim=head_dim, window=window)
+    return make_plan(
+        cu_q, kv_len, block_table, block_size=block_size, group=group, head_dim=head_dim, dtype=dtype, window=window
+    )
 
 
-def make_plan(*batch: np.ndarray, head_dim: int, **shape: Any) -> Plan:
+def make_plan(*batch: np.ndarray, head_dim: int, dtype: torch.dtype, **shape: Any) -> Plan:
     """A plan for the current device, whose arrays are tensors."""
-    lines = max_lines(torch.device("cuda"), head_dim)
+    lines = max_lines(torch.device("cuda"), head_dim, dtype)
     return _converted(plan(*batch, **shape, max_lines=lines), torch.from_numpy)
 
 

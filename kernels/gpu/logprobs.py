@@ -69,7 +69,7 @@ def _most_likely(
     They are sorted by one integer each, the logit's place in the order above the id.
     """
     lowest = tl.full((), float("-inf"), tl.float32)
-    least = select(line, None, space, size, largest, lowest, count.to(tl.float32), False, BLOCK)
+    least = select(line, None, space, size, largest, lowest, count * 1.0, False, BLOCK)
     n_above = _gather(line, space, size, count, ordered(least), BLOCK)
     at = tl.arange(0, COUNT)
     token = tl.load(space + tl.where(at < n_above, at, count + at - n_above), mask=at < count, other=0)

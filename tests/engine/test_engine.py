@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from batchrun import Engine, SamplingParams
+from batchrun.engine import memory
 from batchrun.errors import JobError
 from tests.models import greedy_with, save_model
 
@@ -236,3 +237,64 @@ def test_half_precision_runs(tmp_path: Path, family: str, dtype: str) -> None:
     results = list(engine.generate([[1, 2, 3], [4, 5]], GREEDY))
     engine.close()
     assert [len(result.token_ids) for result in results] == [10, 10]
+
+
+@pytest.mark.parametrize("prompt", [["1", "2"], [1.9, 2.2], b"bytes", [1, None], [["a"]], [True]])
+def test_what_is_no_token_id_is_a_result_with_an_error(engine: Engine, prompt: Any) -> None:
+    good, bad = sorted(engine.generate([[5, 6], prompt], GREEDY), key=lambda result: result.index)
+    assert good.token_ids
+    assert bad.error == "a prompt is text, whole numbers that are token ids, or messages"
+
+
+def test_params_are_as_many_as_prompts(engine: Engine) -> None:
+    with pytest.raises(ValueError, match="params has 1 entries, fewer than there are prompts"):
+        list(engine.generate([[5], [6]], [GREEDY]))
+    assert not engine.has_work
+
+
+def test_a_closed_engine_says_so(tiny_model: Path) -> None:
+    engine = Engine(str(tiny_model))
+    results = engine.generate([[5, 6]] * 20, SamplingParams(max_tokens=3, temperature=0))
+    next(results)
+    engine.close()
+    with pytest.raises(RuntimeError, match="this engine was closed"):
+        list(results)
+    with pytest.raises(RuntimeError, match="this engine was closed"):
+        list(engine.generate([[5]]))
+
+
+class Driver:
+    """A driver of NVIDIA's with one GPU of a compute capability."""
+
+    def __init__(self, major: int) -> None:
+        self._major = major
+
+    def cuInit(self, _: int) -> int:  # noqa: N802
+        return 0
+
+    def cuDeviceGetCount(self, count: Any) -> int:  # noqa: N802
+        count._obj.value = 1
+        return 0
+
+    def cuDeviceGetAttribute(self, value: Any, attribute: int, device: int) -> int:  # noqa: N802
+        assert (attribute, device) == (75, 0)
+        value._obj.value = self._major
+        return 0
+
+
+@pytest.mark.parametrize(("major", "device"), [(7, "cpu"), (8, "cuda"), (12, "cuda")])
+def test_a_gpu_that_is_too_old_is_not_chosen(major: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(memory, "find_spec", lambda name: None)  # else this PyTorch's build is asked first
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda name: Driver(major))
+    assert memory.resolve_device("auto") == device
+    if device == "cpu":
+        with pytest.raises(JobError, match=r"compute capability is 7\.x, and 8\.0 is needed"):
+            memory.resolve_device("cuda")
+
+
+def test_a_device_that_is_not_there_is_told_before_a_model_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr("batchrun.engine.engine.resolve", lambda *_: pytest.fail("the model was looked for"))
+    with pytest.raises(JobError, match="CUDA_VISIBLE_DEVICES hides every GPU"):
+        Engine("pypi://no-such-model", device="cuda")

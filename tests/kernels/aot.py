@@ -126,11 +126,6 @@ def launched(call: Callable[[], object], *, arch: int) -> list[Compiled]:
     return found
 
 
-def _is_one(argument: Any) -> bool:
-    """Whether Triton takes an argument for a constant because of its value."""
-    return isinstance(argument, int) and argument == 1
-
-
 def _type(argument: Any) -> str:
     """The type for which Triton would compile an argument."""
     if isinstance(argument, torch.Tensor):

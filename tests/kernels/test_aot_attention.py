@@ -96,6 +96,7 @@ CASES += [
     *(Case(90, lines, head_dim) for lines in (16, 128) for head_dim in (80, 96)),
     *(Case(arch, 128, block_size=block_size) for arch in (90, 100) for block_size in (16, 64)),
     Case(90, 128, dtype=torch.float16),
+    *(Case(arch, 16, head_dim, dtype=torch.float32) for arch in (80, 90, 100) for head_dim in (64, 128, 256)),
     Case(100, 64, 64, features=True),
 ]
 
@@ -103,8 +104,9 @@ CASES += [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernel(case: Case) -> None:
     result = launched(case)[0]
-    floor = FLOOR.get((case.lines, case.head_dim), 8)
-    assert problems(result, instruction=instruction(case.arch, case.lines), min_warps_per_sm=floor) == []
+    floor = 8 if case.dtype is torch.float32 else FLOOR.get((case.lines, case.head_dim), 8)
+    wanted = "HMMA" if case.dtype is torch.float32 else instruction(case.arch, case.lines)
+    assert problems(result, instruction=wanted, min_warps_per_sm=floor) == []
     waits = {line.strip() for line in result.ptx.splitlines() if "wgmma.wait_group" in line}
     assert waits <= {"wgmma.wait_group.sync.aligned 0;"}
     assert case.arch != 80 or result.shared <= 99 << 10  # of 8.9
@@ -125,14 +127,26 @@ def test_blocks_that_no_descriptor_takes() -> None:
 
 
 def test_forms() -> None:
-    assert form((8, 9), 128, 128, 32) == Form(32, 8, 3)
-    assert form((9, 0), 16, 128, 32) == Form(64, 4, 3)
-    assert [form((9, 0), 128, 128, size).keys for size in (16, 32, 48, 64, 96, 128)] == [16, 32, 16, 64, 32, 64]
-    assert form((9, 0), 64, 128, 32) == form((10, 3), 64, 128, 32) == Form(32, 4, 3, by_descriptor=True)
+    assert form((8, 9), 128, 128, 32, torch.bfloat16) == Form(32, 8, 3)
+    assert form((9, 0), 16, 128, 32, torch.bfloat16) == Form(64, 4, 3)
+    assert [form((9, 0), 128, 128, size, torch.bfloat16).keys for size in (16, 32, 48, 64, 96, 128)] == [
+        16,
+        32,
+        16,
+        64,
+        32,
+        64,
+    ]
+    assert (
+        form((9, 0), 64, 128, 32, torch.bfloat16)
+        == form((10, 3), 64, 128, 32, torch.bfloat16)
+        == Form(32, 4, 3, by_descriptor=True)
+    )
     device = torch.device("cuda")
     for capability, most in (((8, 0), 64), ((9, 0), 128)):
         with mock.patch.object(module, "capability", return_value=capability):
-            assert (max_lines(device, 256), max_lines(device, 128)) == (most, 128)
+            assert tuple(max_lines(device, dim, torch.bfloat16) for dim in (256, 128)) == (most, 128)
+            assert max_lines(device, 64, torch.float32) == 16
 
 
 def test_a_tile_that_spills_has_problems() -> None:

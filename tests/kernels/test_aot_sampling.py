@@ -36,7 +36,7 @@ def test_draw(arch: int) -> None:
     assert problems(merge) == []
 
 
-@pytest.mark.parametrize("count", [0, 100])
+@pytest.mark.parametrize("count", [0, 1, 100])
 def test_token_logprobs(arch: int, count: int) -> None:
     targets = empty(64, dtype=torch.int64)
     (result,) = launched(lambda: gpu.token_logprobs(empty(64, 128_256), targets, count), arch=arch)

@@ -8,9 +8,8 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from batchrun.bench.gpu.budget import Line
+from batchrun.bench.gpu.budget import FAILED, Line
 from batchrun.bench.gpu.random_model import llama, random_engine
-from batchrun.bench.gpu.results import FAILED
 from batchrun.engine.engine import Engine
 from batchrun.ops import torch_ops
 from batchrun.sampling import SamplingParams

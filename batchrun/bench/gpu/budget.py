@@ -10,6 +10,8 @@ from typing import Any
 
 Clock = Callable[[], float]
 
+FAILED = "failed"  # the status that decides the exit code
+
 PARTS: Mapping[str, float] = {"checks": 130, "stress": 30, "roofline": 100, "engine": 220}  # shares, in order
 _OVERRUN = 20.0  # seconds that a unit begun in time may run past the end of its part
 

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from batchrun.bench.gpu.budget import Line, Unit
+from batchrun.bench.gpu.budget import FAILED, Line, Unit
 from batchrun.bench.gpu.inputs import LLAMA_8B, Call, Heads, Inputs, Row
 from batchrun.bench.gpu.references import REFERENCES, draw_error
 
 # Of an error relative to the size of the numbers. Elementwise a result is rounded once or twice; attention also rounds
-# probabilities, and in float32 its products may be TensorFloat-32's.
+# probabilities, and its products of float32 are three of TensorFloat-32.
 _ELEMENTWISE = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9, torch.float32: 1e-5}
-_ATTENTION = {torch.bfloat16: 3 * 2.0**-7, torch.float16: 3 * 2.0**-10, torch.float32: 2e-3}
+_ATTENTION = {torch.bfloat16: 3 * 2.0**-7, torch.float16: 3 * 2.0**-10, torch.float32: 1e-4}
 _LOGPROB = 1e-4  # absolute, of float32 sums over a vocabulary
 _SCORE = 2e-3  # of logit plus noise
 _PADDING_BLOCK = 0
@@ -58,7 +58,7 @@ class Check:
 
 
 def load_kernels() -> ModuleType:
-    """The operations by Triton kernels, which no machine without a GPU can import."""
+    """The operations by Triton kernels, which need Triton."""
     return import_module("batchrun.ops.triton_ops")
 
 
@@ -72,11 +72,8 @@ def check_unit(check: Check, ops: ModuleType, device: torch.device, seed: int) -
 
     def run(_: float) -> Iterator[Line]:
         call = check.make(Inputs(ops, device, seed + zlib.crc32(check.name.encode())))
-        if not hasattr(ops, call.operation):
-            yield Line(check.name, "no kernel")
-            return
         error = error_of(call, call.outputs(ops))
-        status = "passed" if error <= check.tolerance else "failed"
+        status = "passed" if error <= check.tolerance else FAILED
         yield Line(check.name, status, {"error": error, "tolerance": check.tolerance})
 
     return Unit(check.name, run)

@@ -151,7 +151,13 @@ class Inputs:
                 memory[blocks[row.length // block_size], :, :, row.length % block_size :] *= _STALE
         cu_q = np.concatenate(([0], np.cumsum([row.queries for row in rows]))).astype(np.int32)
         kv_len = np.array([row.length for row in rows], np.int32)
-        shape = {"block_size": block_size, "window": window, "group": heads.group, "head_dim": heads.dim}
+        shape = {
+            "block_size": block_size,
+            "window": window,
+            "group": heads.group,
+            "head_dim": heads.dim,
+            "dtype": dtype,
+        }
         batch = self._batch(cu_q, kv_len, table, **shape)
         queries = 2 * self.normal(int(cu_q[-1]), heads.query, heads.dim, dtype=dtype)
         options = {"scale": heads.dim**-0.5, "window": window, "softcap": softcap}

@@ -8,10 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from batchrun.bench.gpu.budget import Line
+from batchrun.bench.gpu.budget import FAILED, Line
 from batchrun.errors import JobError
-
-FAILED = "failed"
 
 
 class Results:
@@ -21,12 +19,16 @@ class Results:
         self.environment: dict[str, Any] = {}
         self.lines: dict[str, list[Line]] = {}
         self.complete = False
-        self._files = [(json_path, self.to_json), (markdown_path, self.to_markdown)]
+        if json_path is not None and json_path == markdown_path:
+            raise JobError(f"{json_path}: --json and --markdown cannot be one file")
+        resolved = [path and path.resolve() for path in (json_path, markdown_path)]
+        self._files = list(zip(resolved, (self.to_json, self.to_markdown), strict=True))
         self._echo = echo
         try:
             self._write()
         except OSError as error:
-            raise JobError(f"{error.filename}: cannot be written: {error.strerror}") from None
+            files = " and ".join(str(path) for path in (json_path, markdown_path) if path)
+            raise JobError(f"{files}: cannot be written: {error.strerror}") from None
 
     def describe_environment(self, environment: Mapping[str, Any]) -> None:
         """What was measured on what; every worker tells it."""
@@ -62,7 +64,9 @@ class Results:
 
     def _write(self) -> None:
         for path, text in self._files:
-            if path is not None:
+            if path is not None and path.exists() and not path.is_file():  # a pipe or a device
+                path.write_text(text(), encoding="utf-8")
+            elif path is not None:
                 new = path.with_name(f".{path.name}.new")
                 new.write_text(text(), encoding="utf-8")
                 new.replace(path)

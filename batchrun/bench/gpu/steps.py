@@ -18,7 +18,7 @@ from batchrun.models.config import ModelConfig
 _KINDS = {
     "attention": ("_attend", "_merge"),
     "linear": ("gemm", "gemv", "nvjet", "cutlass", "cublas", "splitk"),
-    "sampling": ("pick_kernel", "merge_kernel", "filter_kernel", "logprob_kernel"),
+    "sampling": ("pick_kernel", "merge_kernel", "top_k_kernel", "top_p_kernel", "logprob_kernel"),
     "elementwise": ("norm_kernel", "gated_kernel", "rope_kernel"),
 }
 KINDS = (*_KINDS, "other")

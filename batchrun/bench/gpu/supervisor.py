@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from batchrun.bench.gpu.budget import Budget, Line
-from batchrun.bench.gpu.results import FAILED, Results
+from batchrun.bench.gpu.budget import FAILED, Budget, Line
+from batchrun.bench.gpu.results import Results
 
 _START_SECONDS = 60.0  # in which a worker has to say something
 

@@ -17,8 +17,7 @@ from importlib import import_module, metadata
 from typing import Any
 
 from batchrun import __version__
-from batchrun.bench.gpu.budget import Line, Unit, turns
-from batchrun.bench.gpu.results import FAILED
+from batchrun.bench.gpu.budget import FAILED, Line, Unit, turns
 
 _LEAST_PATIENCE = 1.0
 _LONGEST_WHY = 400  # characters
