@@ -58,7 +58,9 @@ def work_of(checked: Preflight, rows: Sequence[PreparedRow], scale: float, limit
     engine = checked.job.engine
     lengths = [len(row.token_ids) for row in rows]
     outputs = [min(row.params.max_tokens, checked.max_model_len - len(row.token_ids)) for row in rows if row.params]
-    hits = shared_tokens([row.token_ids for row in rows], engine.block_size) if engine.enable_prefix_caching else 0
+    # Rows whose prompts are scored compute all of them.
+    sharing = [row.token_ids for row in rows if row.params is None or row.params.prompt_logprobs is None]
+    hits = shared_tokens(sharing, engine.block_size) if engine.enable_prefix_caching else 0
     total, output, n = sum(lengths), sum(outputs), max(1, len(rows))
     n_rows = round(len(rows) * scale)
     per_token = memory.kv_bytes_per_token(checked.model.config, memory.DTYPE_BYTES[checked.dtype])

@@ -140,7 +140,8 @@ def make_plan(
         splits = _first_rows(checked, splits, limit)
     rows = sum(split.n_rows for split in splits)
     sample = _sample(checked, splits, min(rows, sample_rows), sample_seconds)
-    notes = [
+    notes = list(checked.warnings)
+    notes += [
         f"{split.file.key}: only {split.n_rows:,} rows can be read: {split.error}" for split in splits if split.error
     ]
     if len(sample) < rows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,12 @@ def test_work_counts_shared_prompts_once_and_every_output(checked: Preflight) ->
     assert work.computed == 2 * (32 + 50 * 8)
     assert work.concurrent == 100
     assert work.steps == work.decode_steps == 8
+
+
+def test_rows_whose_prompts_are_scored_share_nothing(checked: Preflight) -> None:
+    scored = [replace(row, params=PARAMS.override({"prompt_logprobs": 0})) for row in ROWS[:20]]
+    work = work_of(checked, [*scored, *ROWS[20:]], 1.0, resolve_limits(checked.job.engine, "cpu"))
+    assert work.computed == 20 * 40 + 32 + 30 * 8
 
 
 def test_time_is_that_of_the_steps_and_of_attention(checked: Preflight) -> None:
