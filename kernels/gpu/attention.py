@@ -64,7 +64,7 @@ class Form:
 def form(capability: tuple[int, int], lines: int, head_dim: int, block_size: int, dtype: torch.dtype) -> Form:
     """The form for a compute capability; those for 8.x fit in the 99 KiB of shared memory that 8.9 has."""
     if dtype is torch.float32:
-        return Form(32, 8, 1)
+        return Form(16 if head_dim > 128 else 32, 8, 1)
     wide, descriptors = head_dim > 128, capability >= (9, 0)
     if lines < 64:
         return Form(64, 8, 2) if wide else Form(64, 4, 3 if descriptors or head_dim <= 64 else 2)
