@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -123,15 +123,20 @@ def build_batch(step: Step, block_size: int, groups: Groups) -> Batch:
     scored = [_scored_row(row, first) for row, first in zip(rows, (ends - counts).tolist(), strict=True)]
     needs_all = any(scored) or samples.sum() == ends[-1]
     kv_len = (starts + counts).astype(np.int32)
-    tables = [_block_table([row.request.blocks[group] for row in rows]) for group in range(len(groups.windows))]
-
-    def attend(sums: np.ndarray, group: int) -> AttentionBatch:
-        cu_q = np.concatenate(([0], sums)).astype(np.int32)
-        table = tables[group]
+    attending = []
+    for group, window in enumerate(groups.windows):
+        cu_q, table = _from_zero(ends), _block_table([row.request.blocks[group] for row in rows])
         slots = table[row_of_token, positions // block_size].astype(np.int64) * block_size + positions % block_size
-        plan = groups.plan(cu_q, kv_len, table, block_size=block_size, window=groups.windows[group])
+        plan = groups.plan(cu_q, kv_len, table, block_size=block_size, window=window)
         on_host = [torch.from_numpy(each) for each in (cu_q, kv_len, table, slots)]
-        return AttentionBatch(on_host[0], on_host[1], on_host[2], on_host[3], plan)
+        attending.append(AttentionBatch(on_host[0], on_host[1], on_host[2], on_host[3], plan))
+
+    def last_alone() -> AttentionBatch:
+        """What the last layer attends to if the tokens that are sampled from are its only queries."""
+        batch, cu_q = attending[groups.last], _from_zero(samples.cumsum())
+        shape = {"block_size": block_size, "window": groups.windows[groups.last]}
+        plan = groups.plan(cu_q, kv_len, batch.block_table.numpy(), **shape)
+        return replace(batch, cu_q=torch.from_numpy(cu_q), plan=plan)
 
     last = torch.from_numpy(ends[samples] - 1)
     sampled_rows = [_sample_row(row.request, row.start + row.n) for row in rows if row.samples]
@@ -139,8 +144,8 @@ def build_batch(step: Step, block_size: int, groups: Groups) -> Batch:
         uploads=_uploads(step.admitted) if step.admitted else None,
         token_rows=torch.from_numpy(np.array([row.request.slot for row in rows])[row_of_token]),
         positions=torch.from_numpy(positions),
-        groups=[attend(ends, group) for group in range(len(groups.windows))],
-        wanted=None if needs_all else LastTokens(last, attend(samples.cumsum(), groups.last)),
+        groups=attending,
+        wanted=None if needs_all else LastTokens(last, last_alone()),
         sampled=last if needs_all and len(last) < ends[-1] else None,
         sampling=sampling(sampled_rows) if sampled_rows else None,
         scored=scored,
@@ -218,6 +223,11 @@ def _floats(values: Iterable[float]) -> Tensor:
 def _signed(key: int) -> int:
     """The same 64 bits as a signed integer."""
     return key - (1 << 64) if key >= 1 << 63 else key
+
+
+def _from_zero(sums: np.ndarray) -> np.ndarray:
+    """Running sums [B] with the empty one before them: int32 [B + 1]."""
+    return np.concatenate(([0], sums)).astype(np.int32)
 
 
 def _block_table(held: Sequence[array[int]]) -> np.ndarray:

@@ -7,8 +7,8 @@ batches are filled up to a few sizes, with rows that read and write the reserved
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from batchrun.engine.batch import Batch
-from batchrun.engine.transfer import Layout, Transfer, bytes_of, layout_of, tensors_of
+from batchrun.engine.transfer import Layout, Transfer, bytes_of, layout_of, numbers_of, tensors_of
 from batchrun.ops.attention_batch import AttentionBatch
 
 _PARTS = 4  # steps from one power of two to the next
@@ -123,15 +123,3 @@ def _filled(batch: AttentionBatch, missing: int, fill_plan: Callable[..., Any]) 
         slots=functional.pad(batch.slots, (0, missing)),
         plan=fill_plan(batch.plan),
     )
-
-
-def numbers_of(inputs: Any) -> Iterator[object]:
-    """What inputs hold beside tensors, in order."""
-    if isinstance(inputs, list):
-        for each in inputs:
-            yield from numbers_of(each)
-    elif is_dataclass(inputs):
-        for field in fields(inputs):
-            yield from numbers_of(getattr(inputs, field.name))
-    elif not isinstance(inputs, Tensor):
-        yield inputs

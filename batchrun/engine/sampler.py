@@ -51,10 +51,8 @@ def sample(logits: Tensor, sampling: Sampling, token_buffer: Tensor, ops: Module
 def _penalize(logits: Tensor, rows: Penalties, token_buffer: Tensor) -> None:
     """Apply the penalties to the logits [S, V] of ``rows``, in place."""
     size, device = logits.shape[1], logits.device
-    numbers = torch.arange(len(rows.lines), device=device)
-    row = numbers.repeat_interleave(
-        rows.known, output_size=rows.total
-    )  # of each known token, one row's after another's
+    # Of each known token, one row's after another's: its row, and its place there.
+    row = torch.arange(len(rows.lines), device=device).repeat_interleave(rows.known, output_size=rows.total)
     places = torch.arange(rows.total, device=device) - (rows.known.cumsum(0) - rows.known)[row]
     lines, tokens = rows.lines[row], token_buffer[rows.slots[row], places]
     # A token that comes twice is written twice, with the same value.

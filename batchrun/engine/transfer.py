@@ -82,20 +82,29 @@ def bytes_of(layout: Layout) -> int:
 
 def tensors_of(inputs: Any) -> Iterator[Tensor]:
     """The tensors of some inputs, in order; one that comes twice is one of each."""
-    if isinstance(inputs, Tensor):
-        yield inputs
-    elif isinstance(inputs, list):
+    return (leaf for leaf in _leaves(inputs) if isinstance(leaf, Tensor))
+
+
+def numbers_of(inputs: Any) -> Iterator[object]:
+    """What inputs hold beside tensors, in order."""
+    return (leaf for leaf in _leaves(inputs) if not isinstance(leaf, Tensor))
+
+
+def _leaves(inputs: Any) -> Iterator[object]:
+    if isinstance(inputs, list):
         for each in inputs:
-            yield from tensors_of(each)
+            yield from _leaves(each)
     elif is_dataclass(inputs):
         for field in fields(inputs):
-            yield from tensors_of(getattr(inputs, field.name))
+            yield from _leaves(getattr(inputs, field.name))
+    else:
+        yield inputs
 
 
 def rebuilt(inputs: Inputs, tensors: Iterable[Tensor]) -> Inputs:
     """The same inputs with other tensors, in the order of `tensors_of`."""
-    rebuilt: Inputs = _rebuilt(inputs, iter(tensors))
-    return rebuilt
+    same: Inputs = _rebuilt(inputs, iter(tensors))
+    return same
 
 
 def _rebuilt(inputs: Any, tensors: Iterator[Tensor]) -> Any:

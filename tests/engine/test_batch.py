@@ -14,9 +14,9 @@ from torch import Tensor
 
 from batchrun.engine.batch import Batch, Groups, build_batch
 from batchrun.engine.executor import Executor, largest_step
-from batchrun.engine.graphs import bucket, fill, numbers_of, takes
+from batchrun.engine.graphs import bucket, fill, takes
 from batchrun.engine.request import Request, Step, StepRow
-from batchrun.engine.transfer import Transfer, bytes_of, layout_of, tensors_of
+from batchrun.engine.transfer import Transfer, bytes_of, layout_of, numbers_of, tensors_of
 from batchrun.ops import torch_ops
 from batchrun.ops.attention_batch import no_plan
 from batchrun.sampling import SamplingParams
