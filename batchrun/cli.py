@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,6 +13,9 @@ from batchrun.errors import EXIT_BAD_JOB, EXIT_OK, BatchrunError
 from batchrun.signals import interruptible
 from batchrun.streams import outlive_readers
 from batchrun.text import parse_duration
+
+if TYPE_CHECKING:
+    from batchrun.job import JobSpec
 
 
 class _Duration(click.ParamType[float]):
@@ -25,6 +28,18 @@ class _Duration(click.ParamType[float]):
             return parse_duration(value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
+
+
+class _RerunKinds(click.ParamType[tuple[str, ...]]):
+    name = "kinds"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        from batchrun.job import RERUN_KINDS
+
+        kinds = value if isinstance(value, tuple) else tuple(value.split(","))
+        if unknown := [kind for kind in kinds if kind not in RERUN_KINDS]:
+            self.fail(f"{unknown[0]!r}: choose from {', '.join(RERUN_KINDS)}", param, ctx)
+        return kinds
 
 
 class _Commands(click.Group):
@@ -54,6 +69,7 @@ class _Bench(click.Command):
 
 
 _job = click.argument("job", type=click.Path(dir_okay=False))
+_target = click.argument("target", metavar="JOB|OUT")
 _set = click.option("--set", "overrides", multiple=True, metavar="A.B=VALUE", help="Override a field; VALUE is YAML.")
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 _file = click.Path(dir_okay=False, path_type=Path)
@@ -97,27 +113,107 @@ def plan(job: str, overrides: tuple[str, ...], limit: int | None, as_json: bool)
 @click.option("--limit", type=click.IntRange(min=1), help="Run the first N rows only; dropped later, the job goes on.")
 @click.option("--overwrite", is_flag=True, help="Discard what the output holds and start again.")
 @click.option("--dry-run", is_flag=True, help="Print the first prompt and its token ids, and stop.")
-@click.option("--max-time", type=_Duration(), help="Commit what is done after this time (90, 15m, 04:00:00), exit 75.")
+@click.option("--max-time", type=_Duration(), help="Stop after this time (90, 15m, 04:00:00): exit 75.")
+@click.option("--workers", type=click.IntRange(min=1), help="Workers to run, each on a GPU or processors of its own.")
+@click.option(
+    "--rerun",
+    type=_RerunKinds(),
+    default=(),
+    metavar="KINDS",
+    help="Run done rows again: failed, truncated (also both, with a comma) or all. --set sampling.max_tokens=N goes "
+    "with it, and no other change of what results depend on.",
+)
+@click.option("--slurm", is_flag=True, help="Have Slurm run it, as an array by the job's `slurm:` section.")
 @interruptible()
 def submit(
-    job: str, overrides: tuple[str, ...], limit: int | None, overwrite: bool, dry_run: bool, max_time: float | None
+    job: str,
+    overrides: tuple[str, ...],
+    limit: int | None,
+    overwrite: bool,
+    dry_run: bool,
+    max_time: float | None,
+    workers: int | None,
+    rerun: tuple[str, ...],
+    slurm: bool,
 ) -> None:
-    """Run a job, or go on with one that stopped. A finished job is left as it is."""
+    """Run a job, go on with one that stopped, or help others who run it.
+
+    Any number of processes may submit one job at the same time, anywhere: they share the work. Rows of input files
+    that are new or have changed since are run, what is done is left as it is.
+
+    With --slurm, submit an array whose tasks do so; --dry-run then prints their script, and --set, --limit, --workers
+    and --max-time are passed on to each of them.
+    """
     from batchrun.job import load_job
 
+    if overwrite and rerun:
+        raise click.UsageError("--rerun keeps what --overwrite discards: give one of them")
     spec = load_job(job, overrides)
+    if rerun and limit is not None:
+        raise click.UsageError("--limit does not go with --rerun")
+    if slurm:
+        if overwrite or rerun:
+            raise click.UsageError(f"{'--overwrite' if overwrite else '--rerun'} does not go with --slurm")
+        options: dict[str, Any] = {"overrides": overrides, "limit": limit, "workers": workers, "max_time": max_time}
+        _submit_array(spec, job, dry_run=dry_run, **options)
+        return
     if dry_run:
         from batchrun.preflight import preflight
 
         click.echo(preflight(spec).first_prompt())
         return
-    from batchrun.runner import run_job
+    from batchrun.launch.supervisor import stop_with_supervisor
+    from batchrun.runner import run_job, run_local_workers
 
-    sys.exit(run_job(spec, limit=limit, overwrite=overwrite, max_time=max_time))
+    if workers is not None:
+        options = {"limit": limit, "overwrite": overwrite, "max_time": max_time, "rerun": rerun}
+        sys.exit(run_local_workers(spec, _submit_command(job, overrides, limit), workers, **options))
+    stop_with_supervisor()
+    sys.exit(run_job(spec, limit=limit, overwrite=overwrite, max_time=max_time, rerun=rerun))
+
+
+def _submit_command(job: str, overrides: tuple[str, ...], limit: int | None) -> list[str]:
+    """The command of one worker of the job."""
+    options = [f"--set={override}" for override in overrides]
+    options += [f"--limit={limit}"] if limit is not None else []
+    return [sys.executable, "-P", "-m", "batchrun", "submit", job, *options]  # no file of the user's shadows a module
+
+
+def _submit_array(spec: JobSpec, job: str, *, dry_run: bool, **options: Any) -> None:
+    from batchrun.launch.slurm import Submission, script, submit_array
+
+    submission = Submission(spec, job, **options)
+    if dry_run:
+        click.echo(script(submission), nl=False)
+    else:
+        submit_array(submission, click.echo)
 
 
 @main.command()
-@click.argument("target", metavar="JOB|OUT")
+@_target
+@_set
+def cancel(target: str, overrides: tuple[str, ...]) -> None:
+    """End every worker of a job, its Slurm arrays among them. What is done is kept: `submit` goes on with it."""
+    from batchrun.launch.slurm import cancel as cancel_job
+
+    cancel_job(target, overrides, click.echo)
+
+
+@main.command()
+@_target
+@click.argument("task", type=click.IntRange(min=0), required=False)
+@click.option("--follow", "-f", is_flag=True, help="Go on with what is written until the array has ended.")
+@click.option("--lines", "-n", type=click.IntRange(min=0), default=10, show_default=True, help="Last lines of each.")
+@_set
+def logs(target: str, task: int | None, follow: bool, lines: int, overrides: tuple[str, ...]) -> None:
+    """Print the ends of the logs of a job's newest Slurm array: of one TASK, or of all."""
+    from batchrun.launch.slurm import show_logs
+
+    show_logs(target, overrides, task, lines=lines, follow=follow, echo=click.echo)
+
+
+@main.command()
+@_target
 @_set
 @_json
 def status(target: str, overrides: tuple[str, ...], as_json: bool) -> None:
@@ -127,6 +223,76 @@ def status(target: str, overrides: tuple[str, ...], as_json: bool) -> None:
     found = read_status(target, overrides)
     click.echo(found.to_json() if as_json else found.describe())
     sys.exit(EXIT_BAD_JOB if found.state == "damaged" else EXIT_OK)
+
+
+@main.command()
+@click.argument("target", metavar="JOB|OUT")
+@_set
+@click.option("--where", type=click.Choice(["error", "truncated", "ok"]), help="Only rows that ended so.")
+@click.option("--columns", metavar="A,B", help="Only these columns, named as in the output.")
+@click.option("--limit", type=click.IntRange(min=1), help="Only the first N of these rows.")
+@click.option("--to", metavar="FILE", help="Write one .parquet, .jsonl or .csv file, a path or URL.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON record on a line for each row.")
+def results(
+    target: str, overrides: tuple[str, ...], columns: str | None, to: str | None, as_json: bool, **rows: Any
+) -> None:
+    """Show what a job has given so far, or write it to one file.
+
+    Only what is committed counts: of a job that is not finished, its finished splits, and a line on standard error says
+    how far it is. A table shows the first 20 rows, with columns that hold something; --json prints all of every row.
+    `truncated` are rows whose finish_reason is length; `ok` are those without an error. A file appears at its place
+    when it is whole.
+    """
+    from batchrun.data.reader import Selection
+    from batchrun.observe.results import show_results
+
+    if to is not None and as_json:
+        raise click.UsageError("--json prints, --to writes a file: give one of them")
+    names = None if columns is None else tuple(dict.fromkeys(filter(None, columns.split(","))))
+    show_results(target, overrides, Selection(columns=names, **rows), to=to, as_json=as_json)
+
+
+@main.command()
+@_job
+@click.argument("options", nargs=-1, type=click.UNPROCESSED, metavar="[-- SUBMIT OPTIONS]")
+@_set
+@click.option("--cron", metavar="EXPRESSION", help='When: minute hour day month weekday, as in "0 2 * * *".')
+@click.option(
+    "--kind",
+    type=click.Choice(["crontab", "scrontab", "systemd"]),
+    default="crontab",
+    show_default=True,
+    help="Whose entry.",
+)
+@click.option(
+    "--log", type=_file, help="What runs say is added to it; JOB's name with .log in this directory, if not given."
+)
+@click.option("--install", is_flag=True, help="Install the entry instead of printing it; replaces JOB's earlier one.")
+@click.option("--remove", is_flag=True, help="Remove JOB's entry.")
+@click.pass_context
+def schedule(
+    ctx: click.Context, /, job: str, options: tuple[str, ...], overrides: tuple[str, ...], **choices: Any
+) -> None:
+    """Have `batchrun submit JOB` run at given times: print the entry of a crontab, scrontab or systemd timer.
+
+    The entry runs this Python in this directory. What follows -- goes to `batchrun submit`:
+
+    \b
+      batchrun schedule jobs/nightly.yaml --cron "0 2 * * *" --install -- --max-time 5h
+
+    Every run appends what it says and its exit code to the log: 0 done, 2 a bad job, 3 finished with error rows, 4 over
+    the error threshold, 75 stopped early (the next run goes on). Runs that overlap are safe: a `submit` on an output
+    that another one works on shares its work or leaves it alone, and no row is done twice. Schedulers start programs
+    with an environment of their own, so variables that JOB names, and credentials, have to be set there or in files.
+
+    A scrontab entry takes its #SCRON lines from the job's slurm section and runs as one Slurm job. A systemd timer is
+    the user's own, and makes up for times at which the machine was off.
+    """
+    from batchrun.launch.schedule import run_schedule
+
+    arguments = [*(part for override in overrides for part in ("--set", override)), *options]
+    submitted = submit.make_context("submit", [job, *arguments], parent=ctx.parent).params
+    run_schedule(job, submitted["overrides"], arguments, **choices)
 
 
 @main.command(cls=_Bench)

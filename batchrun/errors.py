@@ -24,6 +24,7 @@ RowErrorKind = Literal[
     "bad_sampling",  # the row's own sampling parameters are invalid
     "prompt_too_long",  # more tokens than model.max_model_len
     "engine_error",  # the engine refused this row
+    "worker_died",  # the process died whenever it ran this row
 ]
 ROW_ERROR_KINDS: tuple[str, ...] = get_args(RowErrorKind)
 

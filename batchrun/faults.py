@@ -12,7 +12,6 @@ from pydantic_core import ErrorDetails
 
 FieldPath = tuple[str | int, ...]
 
-_NOT_YET_VALUES = ("openai-batch",)
 _EXPECTED = {  # pydantic's error types in a user's words
     "int_type": "a whole number",
     "int_parsing": "a whole number",
@@ -93,8 +92,6 @@ def _real_field(error: ErrorDetails, data: Any) -> FieldPath:
 
 def _wrong_value(wanted: list[str], field: FieldPath, value: Any) -> str:
     choices = " or ".join(wanted)
-    if value in _NOT_YET_VALUES:
-        return f"{value} is not supported yet; use {choices}"
     if str(field[-1]).endswith("_options"):  # may hold secrets
         return f"must be {choices}"
     hint = " (quote it)" if wanted == ["text"] and isinstance(value, bool | int | float | date) else ""

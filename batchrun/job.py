@@ -11,11 +11,12 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ByteSize,
     ConfigDict,
     Field,
@@ -25,13 +26,15 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from batchrun.errors import JobError
+from batchrun.errors import JobError, without_credentials
 from batchrun.faults import FieldPath, describe, dotted, unknown_name
 from batchrun.sampling import Float, Int, SamplingParams, no_bool
+from batchrun.text import parse_slurm_time
 
 
 def expand_path(path: str) -> str:
@@ -56,11 +59,48 @@ def _check_template(template: str) -> str:
     return template
 
 
+def _one_line(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("must be one line of printable characters")
+    return text
+
+
+def _number_as_text(value: Any) -> Any:
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _check_memory(text: str) -> str:
+    if not re.fullmatch(r"\d+[KMGT]?", text, re.IGNORECASE):
+        raise ValueError(f"must be a size as Slurm writes it, such as 64G, not {text!r}")
+    return text
+
+
+def _check_time(text: str) -> str:
+    parse_slurm_time(text)
+    return text
+
+
+def _check_log_directory(path: str) -> str:
+    if "\\" in path:
+        raise ValueError("must have no backslash, by which Slurm would take its name literally")
+    return path
+
+
+def _check_directive(text: str) -> str:
+    option = re.match(r"--([a-z][a-z-]*)(?=[= ]|$)|-([a-zA-Z])", text)
+    if option is None:
+        raise ValueError(f"must be an option of sbatch such as --constraint=a100, not {text!r}")
+    if key := _OWN_DIRECTIVES.get(option[1] or option[2]):
+        raise ValueError(f"{option[0]} is batchrun's to set; use slurm.{key}")
+    return text
+
+
 Auto = Literal["auto"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "int8"]
 PathText = Annotated[str, Field(min_length=1), AfterValidator(expand_path)]
 Template = Annotated[str, AfterValidator(_check_template)]
+OneLine = Annotated[str, Field(min_length=1), AfterValidator(_one_line)]
 
 
 class _Section(BaseModel):
@@ -82,13 +122,29 @@ class InputSpec(_Section):
     """Where rows come from."""
 
     path: PathText | Annotated[tuple[PathText, ...], Field(min_length=1)]
-    format: Literal["auto", "jsonl", "parquet", "datasets"] = "auto"
-    id_column: str | None = None
+    format: Literal["auto", "jsonl", "parquet", "datasets", "openai-batch"] = "auto"
+    id_column: Annotated[str | None, Field(validate_default=True)] = None  # of openai-batch: custom_id
     columns: tuple[str, ...] | None = None
     where: Any = None  # pyarrow-style filter in disjunctive normal form: [[column, op, value], ...] or a list of those
     split_rows: Annotated[Int, Field(ge=1, le=50_000)] = 50_000
     storage_options: dict[str, Any] = {}
     dataset_options: dict[str, Any] = {}  # keywords of datasets.load_dataset: name, split, data_files, ...
+
+    @field_validator("id_column")
+    @classmethod
+    def _of_batch(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if info.data.get("format") != BATCH_FORMAT:
+            return value
+        if value not in (None, BATCH_ID):
+            raise ValueError(f"is {BATCH_ID} with input.format: {BATCH_FORMAT}")
+        return BATCH_ID
+
+    @field_validator("columns")
+    @classmethod
+    def _whole_lines(cls, value: tuple[str, ...] | None, info: ValidationInfo) -> tuple[str, ...] | None:
+        if value is not None and info.data.get("format") == BATCH_FORMAT:
+            raise ValueError(f"lines of {BATCH_FORMAT} are read whole; leave it out")
+        return value
 
     @field_validator("dataset_options")
     @classmethod
@@ -103,11 +159,14 @@ class Message(_Section):
     content: Template
 
 
+RERUN_KINDS = ("failed", "truncated", "all")  # of done rows that can be run again
+BATCH_FORMAT: Final = "openai-batch"
+BATCH_ID = "custom_id"  # the column that labels its lines
 PROMPT_FORMS = ("template", "messages", "messages_column", "token_ids_column")
 
 
 class PromptSpec(_Section):
-    """How a row becomes token ids. Exactly one of the four forms is given."""
+    """How a row becomes token ids. One of the four forms is given, or none where each row holds a request."""
 
     template: Template | None = None
     messages: Annotated[tuple[Message, ...], Field(min_length=1)] | None = None
@@ -120,11 +179,14 @@ class PromptSpec(_Section):
 
     @model_validator(mode="after")
     def _one_form(self) -> PromptSpec:
-        given = [form for form in PROMPT_FORMS if getattr(self, form) is not None]
-        if len(given) != 1:
-            found = f"not {' and '.join(given)}" if given else "and none is given"
-            raise ValueError(f"needs exactly one of {', '.join(PROMPT_FORMS)}, {found}")
+        if len(self.forms) > 1:
+            raise ValueError(f"needs exactly one of {', '.join(PROMPT_FORMS)}, not {' and '.join(self.forms)}")
         return self
+
+    @property
+    def forms(self) -> list[str]:
+        """Which of :data:`PROMPT_FORMS` are given."""
+        return [form for form in PROMPT_FORMS if getattr(self, form) is not None]
 
 
 class SamplingSpec(SamplingParams):
@@ -138,7 +200,7 @@ class OutputSpec(_Section):
     """Where results go."""
 
     path: PathText
-    format: Literal["parquet", "jsonl"] = "parquet"
+    format: Literal["parquet", "jsonl", "openai-batch"] = "parquet"
     columns: dict[str, Annotated[str, Field(min_length=1)]] = {}  # result column -> name in the output
     keep_columns: bool | tuple[str, ...] = True  # input columns that are carried through
     checkpoint_seconds: Annotated[Float, Field(gt=0)] = 30.0
@@ -167,18 +229,85 @@ class ErrorsSpec(_Section):
     error_threshold: Annotated[Float, Field(ge=0, le=1)] | None = None  # fraction of rows; null: no limit
 
 
+_OWN_DIRECTIVES = {  # option of sbatch -> the key of SlurmSpec that decides it
+    "array": "array",
+    "a": "array",
+    "error": "logs",
+    "e": "logs",
+    "no-requeue": "requeue",
+    "open-mode": "logs",
+    "output": "logs",
+    "o": "logs",
+    "requeue": "requeue",
+    "signal": "signal_seconds",
+}
+
+
+class SlurmSpec(_Section):
+    """What ``submit --slurm`` asks of Slurm. Nothing here changes what a result means."""
+
+    partition: OneLine | None = None
+    account: OneLine | None = None
+    qos: OneLine | None = None
+    gpus: Annotated[Int, Field(ge=1)] | None = None  # of each task, as are cpus and mem
+    cpus: Annotated[Int, Field(ge=1)] | None = None
+    mem: Annotated[OneLine, BeforeValidator(_number_as_text), AfterValidator(_check_memory)] | None = None
+    time: Annotated[OneLine, BeforeValidator(_number_as_text), AfterValidator(_check_time)] | None = None
+    array: Annotated[Int, Field(ge=1)] = 1  # tasks
+    max_running: Annotated[Int, Field(ge=1)] | None = None
+    requeue: bool = True
+    signal_seconds: Annotated[Int, Field(ge=1, le=65535, validate_default=True)] = 120  # before the time limit
+    setup: str = ""  # shell commands that each task begins with
+    directives: tuple[Annotated[OneLine, AfterValidator(_check_directive)], ...] = ()
+    logs: Annotated[PathText, AfterValidator(_one_line), AfterValidator(_check_log_directory)] | None = None
+
+    @field_validator("signal_seconds")
+    @classmethod
+    def _within_time(cls, value: int, info: ValidationInfo) -> int:
+        limit = info.data.get("time")
+        if limit is not None and value >= parse_slurm_time(limit):
+            raise ValueError(f"signal_seconds is {value}, and time only {parse_slurm_time(limit)} seconds")
+        return value
+
+
+_NO_PROMPT = PromptSpec()
+
+
 class JobSpec(_Section):
     """One job: rows in, a model, committed results out."""
 
     name: str = "job"
     model: ModelSpec
     input: InputSpec
-    prompt: PromptSpec
+    prompt: PromptSpec = Field(default_factory=lambda: _NO_PROMPT, validate_default=True)
     sampling: SamplingSpec = SamplingSpec()
     output: OutputSpec
     engine: EngineSpec = EngineSpec()
     errors: ErrorsSpec = ErrorsSpec()
+    slurm: SlurmSpec = SlurmSpec()
     _places: _Places | None = PrivateAttr(default=None)  # of a job that was made in Python there are none
+
+    @field_validator("prompt")
+    @classmethod
+    def _prompts_known(cls, value: PromptSpec, info: ValidationInfo) -> PromptSpec:
+        """Prompts come from the job, or from the lines of an OpenAI batch file, and never from both."""
+        if "input" not in info.data:  # it has faults of its own
+            return value
+        if info.data["input"].format == BATCH_FORMAT:
+            if value.forms:
+                raise ValueError(f"lines of {BATCH_FORMAT} hold their own prompts; leave {value.forms[0]} out")
+        elif value is _NO_PROMPT:
+            raise PydanticCustomError("missing", "missing")
+        elif not value.forms:
+            raise ValueError(f"needs exactly one of {', '.join(PROMPT_FORMS)}, and none is given")
+        return value
+
+    @field_validator("sampling")
+    @classmethod
+    def _sampling_known(cls, value: SamplingSpec, info: ValidationInfo) -> SamplingSpec:
+        if value.from_column is not None and "input" in info.data and info.data["input"].format == BATCH_FORMAT:
+            raise ValueError(f"lines of {BATCH_FORMAT} hold their own parameters; leave from_column out")
+        return value
 
     def located(self, faults: Iterable[str]) -> list[str]:
         """``faults``, each beginning with the field that it is about (``input.path: ...``), as lines for a user.
@@ -194,7 +323,7 @@ class JobSpec(_Section):
 
         The caller supplies what the job file leaves open: the ``revision`` that identifies the model's files, its
         ``dtype``, its context, and the name of the ``numerics`` that it runs with. Paths, the model's among them,
-        credentials, limits and everything under ``engine`` and ``errors`` are left out.
+        credentials, limits and everything under ``engine``, ``errors`` and ``slurm`` are left out.
         """
         model = {
             "revision": revision,
@@ -218,9 +347,9 @@ _NOT_IN_CONFIGURATION: Any = {  # of the input: where it lies, and what opens it
     "storage_options": True,
     "dataset_options": {"token", "storage_options", "download_config", "cache_dir"},
 }
+_SECRET_KEYS = {"storage_options", "token", "download_config"}
 _NOT_YET = {
     "kv_cache_dtype",
-    "slurm",
     "speculative_config",
     "tensor_parallel_size",
     "trust_remote_code",
@@ -242,10 +371,36 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
     try:
         job = JobSpec.model_validate(data)
     except ValidationError as error:
-        faults = describe(error, data, _unknown_key)
-        raise JobError("\n".join(places.lines(faults.items()))) from None
+        faults = sorted(describe(error, data, _unknown_key).items(), key=lambda fault: dotted(fault[0]))
+        raise JobError("\n".join(places.lines(faults))) from None
     job._places = places
     return job
+
+
+def output_of(target: str, overrides: Sequence[str] = ()) -> tuple[str, dict[str, Any]]:
+    """Path or URL and storage options of an output, named by a job file or by itself."""
+    if not Path(target).is_file():
+        return target, {}
+    output = load_job(target, overrides).output
+    return output.path, output.storage_options
+
+
+def secret_overrides(overrides: Sequence[str]) -> list[str]:
+    """The names of those overrides that give what is never to be written down: storage options, tokens, signed URLs."""
+    found = []
+    for override in overrides:
+        given, field = _override({}, override)
+        if _has_secret(given):
+            found.append(dotted(field))
+    return found
+
+
+def _has_secret(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(key in _SECRET_KEYS or _has_secret(item) for key, item in value.items())
+    if isinstance(value, list):
+        return any(map(_has_secret, value))
+    return isinstance(value, str) and without_credentials(value) != value
 
 
 @dataclass(frozen=True)
@@ -256,7 +411,7 @@ class _Places:
     overrides: tuple[FieldPath, ...]
 
     def lines(self, faults: Iterable[tuple[FieldPath, str]]) -> list[str]:
-        """A line for each fault; those of the file come first, in its order."""
+        """A line for each fault; those of the file come first, in its order, and those of a line as given."""
         found: list[tuple[int, int, str]] = []  # (0, line of the file) or (1, number of the override)
         for field, message in faults:
             setter = self._setter(field)
@@ -267,7 +422,7 @@ class _Places:
                 name = dotted(self.overrides[setter])
                 text = message if self.overrides[setter] == field else f"{dotted(field)}: {message}"
                 found.append((1, setter, f"--set {name}: {text}"))
-        return [text for *_, text in sorted(found)]
+        return [text for *_, text in sorted(found, key=lambda fault: fault[:2])]
 
     def _setter(self, field: FieldPath) -> int | None:
         """The last override that set ``field`` or something around it, or was the first to give anything within it."""

@@ -11,10 +11,13 @@ import os
 import posixpath
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 
+import fsspec
+
+from batchrun.data.openai_batch import CHAT_URL, SHOWN_MODELS, BatchCheck, Tokens, shown
 from batchrun.data.parts import Layout, check_columns
 from batchrun.data.prompt import PromptBuilder
 from batchrun.data.rows import InputFile, PreparedRow
@@ -23,11 +26,13 @@ from batchrun.data.template import RowTemplate
 from batchrun.engine import memory
 from batchrun.engine.limits import resolve_limits
 from batchrun.errors import JobError, without_credentials
-from batchrun.job import JobSpec, PromptSpec
+from batchrun.job import BATCH_FORMAT, JobSpec, PromptSpec
 from batchrun.model_files import ModelFiles, resolve
 from batchrun.models.families import model_config
 from batchrun.text import format_bytes, format_count, table
 from batchrun.tokenization.tokenizer import Tokenizer
+
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
 
 
 @dataclass(frozen=True)
@@ -119,6 +124,7 @@ def preflight(job: JobSpec, *, to_run: bool = False) -> Preflight:
     layout: Layout | None = None
     device: memory.Device | None = None
     warnings: list[str] = []
+    checks: list[BatchCheck] = []
     with faults.about("output"):
         layout = Layout.of(job)
     with faults.about("output.path"):
@@ -128,11 +134,14 @@ def preflight(job: JobSpec, *, to_run: bool = False) -> Preflight:
         inputs = source.files()
         with faults.about("output.path"):
             _check_places(job, inputs)
+        if job.input.format == BATCH_FORMAT:
+            checks = source.check_batch(inputs)
+            warnings += _other_models(job, checks)
         columns = source.schema_names(inputs)
         if columns is not None:
             with faults.about("output"):
                 _check_layout(job, layout, columns)
-            warnings = _check_columns(job, source, columns, complete=source.is_typed(inputs))
+            warnings += _check_columns(job, source, columns, complete=source.is_typed(inputs))
             source.check_columns(inputs)
     with faults.about("engine.device"):
         device = _resolve_device(job, warnings, to_run=to_run)
@@ -142,7 +151,9 @@ def preflight(job: JobSpec, *, to_run: bool = False) -> Preflight:
         model = resolve(job.model.name_or_path, job.model.revision, weights=False)
         with faults.about("model.name_or_path"):
             tokenizer = Tokenizer.load(model)
-            _check_chat_template(job.prompt, model, tokenizer)
+            _check_chat_template(job.prompt, checks, model, tokenizer)
+            if layout is not None and layout.format == BATCH_FORMAT:
+                layout = replace(layout, tokens=Tokens(tokenizer))
         model_config(model.config)
         max_model_len = memory.resolve_max_model_len(model.config, job.model)
         if device is not None:
@@ -178,9 +189,22 @@ def _resolve_device(job: JobSpec, warnings: list[str], *, to_run: bool) -> memor
         return "cuda"  # the one that can be named and missing
 
 
-def _check_chat_template(prompt: PromptSpec, model: ModelFiles, tokenizer: Tokenizer) -> None:
-    if (prompt.messages or prompt.messages_column) and tokenizer.chat_template is None:
+def _other_models(job: JobSpec, checks: list[BatchCheck]) -> list[str]:
+    """A warning where lines of an OpenAI batch file name other models than the job's: hosted ones, as a rule."""
+    names = dict.fromkeys(name for check in checks for name in check.models if name != job.model.name_or_path)
+    if not names:
+        return []
+    some = [*map(shown, list(names)[:SHOWN_MODELS]), *(["..."] if len(names) > SHOWN_MODELS else [])]
+    return [f"input.path: lines name {', '.join(some)} as their model; model.name_or_path answers them all"]
+
+
+def _check_chat_template(prompt: PromptSpec, checks: list[BatchCheck], model: ModelFiles, tokenizer: Tokenizer) -> None:
+    if tokenizer.chat_template is not None:
+        return
+    if prompt.messages or prompt.messages_column:
         raise JobError(f"prompt: {model.reference} has no chat template; use prompt.template")
+    if any(check.has_chats for check in checks):
+        raise JobError(f"input.path: {model.reference} has no chat template, which lines for {CHAT_URL} need")
 
 
 def _kv_budget(job: JobSpec, model: ModelFiles, device: memory.Device, dtype: str, max_model_len: int) -> int | None:
@@ -199,9 +223,10 @@ def _kv_budget(job: JobSpec, model: ModelFiles, device: memory.Device, dtype: st
 
 
 def _check_writable(path: str) -> None:
-    """A local output has to be a directory that can be written, or be made."""
+    """A local output has to be a directory that can be written, or be made; a far one of a kind that is known here."""
     scheme, separator, rest = path.partition("://")
     if (separator and scheme != "file") or "::" in path:
+        _check_protocol(path)
         return
     place = Path(rest if separator else path).absolute()
     found = next(parent for parent in (place, *place.parents) if os.path.lexists(parent))
@@ -214,6 +239,18 @@ def _check_writable(path: str) -> None:
     else:
         return
     raise JobError(f"{path} cannot be written: {reason}")
+
+
+def _check_protocol(path: str) -> None:
+    for scheme in (fsspec.core.split_protocol(path)[0] or "").split("::"):
+        if scheme == "memory":
+            raise JobError(f"{path} is in the memory of one process: results would be gone with it")
+        try:
+            fsspec.get_filesystem_class(scheme)
+        except (ValueError, ImportError) as error:
+            extra = _EXTRAS.get(scheme)
+            hint = f"; pip install 'batchrun-llm[{extra}]'" if extra else ""
+            raise JobError(f"{path}: {error}{hint}") from None
 
 
 def _check_places(job: JobSpec, inputs: list[InputFile]) -> None:

@@ -127,9 +127,8 @@ class SamplingParams(BaseModel):
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     def override(self, changes: dict[str, Any]) -> SamplingParams:
-        """These parameters with some replaced; a null value keeps what is there (Parquet structs fill with nulls).
+        """These parameters with some replaced.
 
         Raises ``pydantic.ValidationError`` on an unknown name or a bad value.
         """
-        given = {name: value for name, value in changes.items() if value is not None}
-        return type(self).model_validate(self.model_dump() | given) if given else self
+        return type(self).model_validate(self.model_dump() | changes) if changes else self

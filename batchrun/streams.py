@@ -17,12 +17,15 @@ _GONE = (errno.EPIPE, errno.EIO)  # a pipe that nobody reads, a terminal that wa
 class _Unread(io.FileIO):
     """A descriptor that takes what nobody reads any more, and says nothing."""
 
+    unread = False
+
     def write(self, data: ReadableBuffer, /) -> int:
         try:
             return super().write(data)
         except OSError as error:
             if error.errno not in _GONE:
                 raise
+            self.unread = True
             return memoryview(data).nbytes
 
 
@@ -30,6 +33,12 @@ def outlive_readers() -> None:
     """Have standard output and error go on silently once nobody reads them; those that are no descriptor stay."""
     sys.stdout = _outliving(sys.stdout)
     sys.stderr = _outliving(sys.stderr)
+
+
+def is_unread(stream: IO[str]) -> bool:
+    """Whether nobody reads the stream any more, as far as writing to it has shown."""
+    buffer = getattr(stream, "buffer", None)
+    return getattr(getattr(buffer, "raw", buffer), "unread", False)
 
 
 def _outliving(stream: IO[str] | None) -> IO[str]:

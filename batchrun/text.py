@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterable, Sequence
 
 _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
@@ -55,10 +56,59 @@ def parse_duration(text: str) -> float:
     raise ValueError(f"{text!r} is no duration; write 90, 15m, 1h30m or 04:00:00")
 
 
+def parse_slurm_time(text: str) -> int:
+    """Seconds of a time limit as Slurm writes it: ``90`` (minutes), ``90:00``, ``01:30:00``, ``2-12``, ``2-12:00`` or
+    ``2-12:00:00``. ValueError: none of these, or no time at all.
+    """
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if match is None:
+        raise ValueError(f"must be a time limit as Slurm writes it, such as 04:00:00 or 2-12:00:00, not {text!r}")
+    days, *parts = match.groups()
+    numbers = [int(part) for part in parts if part is not None]
+    if days is not None or len(numbers) == 3:
+        hours, minutes, seconds = [*numbers, 0, 0][:3]
+    else:
+        hours, (minutes, seconds) = 0, [*numbers, 0][:2]
+    total = ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+    if total == 0:
+        raise ValueError(f"must be a time limit above zero, not {text!r}")
+    return total
+
+
 def table(rows: Iterable[Sequence[str]], indent: str = "  ") -> str:
     """Lines of left-aligned columns."""
     rows = list(rows)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths = [max(map(display_width, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
-        indent + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        indent + "  ".join(_padded(cell, width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
     )
+
+
+def display_width(text: str) -> int:
+    """Columns of a terminal that the text takes: two for a wide character, none for one that combines."""
+    return len(text) if text.isascii() else sum(map(_columns, text))
+
+
+def shorten(text: str, width: int) -> str:
+    """The text on one line of at most ``width`` terminal columns, with nothing in it that a terminal acts on."""
+    line = "".join(c if c.isprintable() else " " for c in text[: 4 * width])
+    line = " ".join(line.split())
+    if display_width(line) <= width and len(text) <= 4 * width:
+        return line
+    taken = 0
+    for place, character in enumerate(line):
+        taken += _columns(character)
+        if taken >= width:
+            return line[:place] + "…"
+    return line + "…"
+
+
+def _columns(character: str) -> int:
+    if unicodedata.combining(character):
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
+
+
+def _padded(text: str, width: int) -> str:
+    return text + " " * (width - display_width(text))

@@ -21,6 +21,15 @@ def describe_cpu() -> str:
     return "\n".join([*description, *(line for line in first.splitlines() if line.split("\t", 1)[0].strip() in fields)])
 
 
+def slurm_processors() -> int | None:
+    """Processors that Slurm gave each task of the job that this process is in, or None where it does not say.
+
+    Not every cluster binds a task's processes to them.
+    """
+    share = os.environ.get("SLURM_CPUS_PER_TASK", "")
+    return int(share) if share.isdecimal() and int(share) > 0 else None
+
+
 def cache_dir() -> Path:
     """Where batchrun keeps what it fetched or made: ``$BATCHRUN_CACHE``, else ``batchrun`` in the user's cache
     directory.

@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.services import s3 as s3
+from tests.services import slurm as slurm
+from tests.services import slurm_configuration as slurm_configuration
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if "PYTEST_XDIST_WORKER" in os.environ:

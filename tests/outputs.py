@@ -2,14 +2,20 @@
 
 import json
 import os
+import threading
 import traceback
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
-from batchrun.data.lease import acquire
 from batchrun.data.parts import Layout
+from batchrun.data.records import HOME
+from batchrun.data.rerun import open_again
 from batchrun.data.rows import PartialRow, RowResult
+from batchrun.data.scope import splits_to_do
 from batchrun.data.sink import Output
 from batchrun.data.source import Source
 from batchrun.data.store import Store
+from batchrun.data.work import Work
 from batchrun.job import JobSpec
 
 
@@ -39,39 +45,82 @@ def open_output(job, **options):
     return Output.open(job.output, configuration(job), Layout.of(job), **options)
 
 
-def open_as_worker(job):
-    """An output opened beside others: each worker has a lease of its own."""
-    store = Store(job.output.path)
-    return Output(store, Layout.of(job), configuration(job), acquire(store, f"worker-{store.writer}"))
-
-
 def answer(split, row):
     if row.error:
         return RowResult(split.number, row.row, error=row.error)
     return RowResult(split.number, row.row, f"answer to {row.data['text']}", "stop", 3, 2)
 
 
-def run_job(job, *, stop_after=None):
-    """Runs or resumes the job, two rows to a checkpoint; returns the manifest and the rows answered in this run."""
-    source = Source(job.input)
+@dataclass
+class Hand:
+    """A worker of an output, whose every step a test decides."""
+
+    output: Output
+    source: Source
+    work: Work
+    claimed: list = field(default_factory=list)  # and not given out yet
+
+    def claim(self):
+        """The next unit; None if there is none."""
+        self.claimed = self.claimed or self.work.claim(1)
+        return self.claimed.pop(0) if self.claimed else None
+
+    def claim_ahead(self):
+        """Claims all that there is; :meth:`claim` gives it out."""
+        self.claimed += self.work.claim(1_000_000)
+
+    def run(self, claim, rows=None, *, answer=answer):
+        """Answers what is left of a claim, or these rows of it, two to a checkpoint; returns (split, row) of each."""
+        todo = [row for row in self.source.rows(claim.split) if row.row in rows_left(claim)]
+        todo = [row for row in todo if rows is None or row.row in rows]
+        for start in range(0, len(todo), 2):
+            results = [answer(claim.split, row) for row in todo[start : start + 2]]
+            for result in results:
+                result.rerun_max_tokens = claim.max_tokens
+            unfinished = [PartialRow(claim.split.number, row.row, [1, 2]) for row in todo[start + 2 :]]
+            self.output.checkpoint(results, unfinished)
+        return [(claim.split.number, row.row) for row in todo]
+
+    def commit(self, claim):
+        return self.output.commit_split(claim.split, self.source)
+
+    def finish(self):
+        return self.output.finish({"device": "test"})
+
+
+@contextmanager
+def hand(job, *, limit=None, source=None, ttl=60.0):
+    """A worker of the job's output, once the input is recorded."""
+    source = source or Source(job.input)
     files = source.files()
+    with open_output(job, inputs=files, ttl=ttl) as output:
+        splits = splits_to_do(output, source, files, limit)
+        scope = None if limit is None else {split.number for split in splits}
+        yield Hand(output, source, Work(output, files, scope))
+
+
+def rows_left(claim):
+    """The row numbers that a claim's worker has to run, blank ones included."""
+    split = claim.split
+    rows = range(split.first_row, split.first_row + split.n_rows) if claim.only is None else claim.only
+    return set(rows) - claim.skip
+
+
+def run_job(job, *, stop_after=None, limit=None, source=None, rerun=(), max_tokens=None, answer=answer):
+    """Runs or resumes the job as one worker; returns the manifest and the rows answered in this run.
+
+    ``stop_after``: no further once a split of that number, or above, is committed.
+    """
     answered = []
-    with open_output(job, inputs=files) as output:
-        if output.recorded_input() is None:
-            output.record_input(files, source.splits(files))
-        for split in output.check_input(files):
-            if split.number in output.committed():
-                continue
-            done = output.done_rows()[split.number]
-            rows = [row for row in source.rows(split) if row.row not in done]
-            for start in range(0, len(rows), 2):
-                unfinished = [PartialRow(split.number, row.row, [1, 2]) for row in rows[start + 2 :]]
-                output.checkpoint([answer(split, row) for row in rows[start : start + 2]], unfinished)
-                answered += [(split.number, row.row) for row in rows[start : start + 2]]
-            output.commit_split(split, source)
-            if stop_after is not None and split.number >= stop_after:
+    with hand(job, limit=limit, source=source) as worker:
+        if rerun:
+            open_again(worker.output, worker.source, worker.source.files(), rerun, max_tokens)
+        while claim := worker.claim():
+            answered += worker.run(claim, answer=answer)
+            worker.commit(claim)
+            if stop_after is not None and claim.split.number >= stop_after:
                 break
-        return output.finish({"device": "test"}), answered
+        return worker.finish(), answered
 
 
 def parts_of(folder):
@@ -79,18 +128,84 @@ def parts_of(folder):
     return {path.name: path.read_bytes() for path in sorted((folder / "out").glob("part-*"))}
 
 
+def leftovers(folder):
+    """Files that a finished output should not have."""
+    home = folder / "out" / HOME
+    kept = ["job.json", "input-*.json", "splits/*", "manifests/*", "workers/*", "reruns/*"]
+    kept += ["leases/output-*", "leases/input-*"]
+    found = {path.relative_to(home) for path in home.rglob("*") if path.is_file()}
+    return sorted(str(path) for path in found if not any(path.match(pattern) for pattern in kept))
+
+
 def in_child(function, *arguments):
-    """Runs the function in a forked process; returns its pid once it has ended and has been waited for."""
+    """Runs the function in a forked process; returns the exit code once it has ended: 1 where it raised."""
     pid = os.fork()
     if pid == 0:
+        code = 1
         try:
             function(*arguments)
+            code = 0
         except BaseException:
             traceback.print_exc()
         finally:
-            os._exit(0)
-    os.waitpid(pid, 0)
-    return pid
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+KILLED = 9  # exit code of a process that `killed_at` ended
+
+
+def killed_at(operation, function, *arguments):
+    """Runs the function in a process that dies just before its storage operation of that number (from 0).
+
+    Returns whether it got that far. Operations of its other threads, the worker's beats, do not count.
+    """
+
+    def run():
+        with before_operation(Store, operation, os._exit, KILLED):
+            function(*arguments)
+
+    code = in_child(run)
+    assert code in (0, KILLED)
+    return code == KILLED
+
+
+@contextmanager
+def before_operation(store, number, action, *arguments):
+    """Runs ``action(*arguments)`` just before the store's operation of that number (from 0) in the calling thread.
+
+    ``store`` is one or the class, for all. Yields a list that is empty until then.
+    """
+    persist, thread, left, came = store._persist, threading.current_thread(), iter(range(number)), []
+
+    def counting(*call, **options):
+        if threading.current_thread() is thread and not came and next(left, None) is None:
+            came.append(number)
+            action(*arguments)
+        return persist(*call, **options)
+
+    store._persist = counting
+    try:
+        yield came
+    finally:
+        store._persist = persist
+
+
+@contextmanager
+def operations(store):
+    """Yields a list of (verb, name), to which comes what is done on the store, a worker's beats apart."""
+    persist, done = store._persist, []
+
+    def noting(verb, name, *call, **options):
+        if threading.current_thread().name != "worker":
+            done.append((verb, name))
+        return persist(verb, name, *call, **options)
+
+    store._persist = noting
+    try:
+        yield done
+    finally:
+        store._persist = persist
 
 
 def race(workers, function):
@@ -99,7 +214,8 @@ def race(workers, function):
     pipes = []
     for index in range(workers):
         read, write = os.pipe()
-        if os.fork() == 0:
+        pid = os.fork()
+        if pid == 0:
             try:
                 os.close(start_write)
                 os.read(start_read, 1)  # ends when the parent closes the pipe: all begin together
@@ -109,12 +225,12 @@ def race(workers, function):
             finally:
                 os._exit(0)
         os.close(write)
-        pipes.append(read)
+        pipes.append((pid, read))
     os.close(start_write)
     os.close(start_read)
     answers = []
-    for read in pipes:
+    for pid, read in pipes:
         with os.fdopen(read, "rb") as file:
             answers.append(json.loads(file.read() or b"null"))
-        os.wait()
+        os.waitpid(pid, 0)  # and no other child: that may be somebody else's to wait for
     return answers

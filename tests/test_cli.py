@@ -40,7 +40,7 @@ def job(tmp_path: Path, tiny_model: Path) -> Path:
 
 def test_version_and_help() -> None:
     assert batchrun.__version__ in run("--version").output
-    for command in ("validate", "plan", "submit", "status", "bench"):
+    for command in ("validate", "plan", "submit", "status", "cancel", "logs", "results", "schedule", "bench"):
         assert run(command, "--help").exit_code == 0
         assert command in run("--help").output
 
@@ -324,7 +324,7 @@ def test_a_job_from_submit_to_status(tmp_path: Path, tiny_model: Path) -> None:
     assert "6: 5 ok, 1 errors (1 missing_value); 2 were done before" in result.stderr
     found = status(tmp_path / "out")
     assert (found["state"], found["rows"], found["done_rows"], found["error_rows"]) == ("done", 6, 6, 1)
-    assert found["holder"] is None
+    assert found["workers"] == []
     assert "6 of 6 done (100%)" in run("status", job).stdout
 
     assert run("submit", job).exit_code == 3  # nothing to do; its error rows are still there

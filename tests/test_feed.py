@@ -8,16 +8,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from batchrun.data.feed import Feed, FeedError, Window
+from batchrun.data.feed import Feed, FeedError, Order, Window
 from batchrun.data.rows import PreparedRow, Split
 from batchrun.data.source import Source
-from batchrun.errors import JobError, StoppedError
+from batchrun.errors import StoppedError
 from batchrun.job import InputSpec, PromptSpec, SamplingSpec
 from batchrun.model_files import ModelFiles, resolve
 
@@ -41,8 +42,12 @@ def feed_of(spec: InputSpec, model: ModelFiles, **prompt: Any) -> Feed:
     return Feed(spec, PromptSpec(**(prompt or {"template": "{{ text }}"})), SamplingSpec(), model, 512)
 
 
+def order_of(split: Split, skip: Iterable[int] = (), only: Iterable[int] | None = None) -> Order:
+    return Order(str(split.number), split, None if only is None else frozenset(only), frozenset(skip))
+
+
 def order(rows: list[PreparedRow]) -> list[tuple[list[int], int]]:
-    return [(row.token_ids, row.row) for row in rows]
+    return [(list(row.token_ids), row.row) for row in rows]
 
 
 def test_windows_hold_every_row_once_in_prefix_order(tmp_path: Path, model: ModelFiles) -> None:
@@ -52,13 +57,13 @@ def test_windows_hold_every_row_once_in_prefix_order(tmp_path: Path, model: Mode
     with feed_of(spec, model) as feed:
         assert feed.poll(10) is None
         for split in splits:
-            feed.request(split, skip if split.number == 0 else ())
+            feed.request(order_of(split, skip if split.number == 0 else ()))
         windows = list(feed)
         assert feed.poll(None) is None
-        feed.request(splits[2])  # it goes on after all was delivered
+        feed.request(order_of(splits[2]))  # it goes on after all was delivered
         again = list(feed)
-    assert [window.split for window in windows if window.last] == [0, 1, 2]
-    assert [window.split for window in windows] == sorted(window.split for window in windows)
+    assert [window.name for window in windows if window.last] == ["0", "1", "2"]
+    assert [window.name for window in windows] == sorted(window.name for window in windows)
     assert [len(window.rows) for window in windows][:2] == [256, 1024]
     for window in windows:
         assert order(window.rows) == sorted(order(window.rows))
@@ -72,15 +77,15 @@ def test_an_empty_rest_still_ends_its_split(tmp_path: Path, model: ModelFiles) -
     spec = write(tmp_path / "a.jsonl", 3)
     (split,) = splits_of(spec)
     with feed_of(spec, model) as feed:
-        feed.request(split, {1, 2, 3})
-        assert list(feed) == [Window(0, [], last=True)]
+        feed.request(order_of(split, {1, 2, 3}))
+        assert list(feed) == [Window("0", [], last=True)]
 
 
 def test_row_errors_arrive_with_the_rows(tmp_path: Path, model: ModelFiles) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\nbad\n{}\n')
     spec = InputSpec(path=str(tmp_path / "a.jsonl"))
     with feed_of(spec, model) as feed:
-        feed.request(splits_of(spec)[0])
+        feed.request(order_of(splits_of(spec)[0]))
         (window,) = feed
     errors = {row.row: row.error for row in window.rows}
     assert errors[1] is None
@@ -93,7 +98,7 @@ def test_requests_larger_than_a_pipe_never_block(tmp_path: Path, model: ModelFil
     (split,) = splits_of(spec)
     with feed_of(spec, model) as feed:
         for _ in range(20):
-            feed.request(split, range(10**9, 10**9 + 50_000))
+            feed.request(order_of(split, range(10**9, 10**9 + 50_000)))
         assert sum(len(window.rows) for window in feed) == 400
 
 
@@ -102,8 +107,8 @@ def test_an_error_of_the_job_is_raised_here(tmp_path: Path, model: ModelFiles) -
     (split,) = splits_of(spec)
     (tmp_path / "a.jsonl").write_text("{}\n")
     with feed_of(spec, model) as feed:
-        feed.request(split)
-        with pytest.raises(JobError, match=r"a\.jsonl: changed while the job ran"):
+        feed.request(order_of(split))
+        with pytest.raises(StoppedError, match=r"a\.jsonl changed while the job ran"):
             list(feed)
 
 
@@ -112,7 +117,7 @@ def test_input_that_is_gone_is_told_in_one_line(tmp_path: Path, model: ModelFile
     (split,) = splits_of(spec)
     (tmp_path / "a.jsonl").unlink()
     with feed_of(spec, model) as feed:
-        feed.request(split)
+        feed.request(order_of(split))
         with pytest.raises(
             FeedError, match=r"^the input can no longer be read: .*a\.jsonl.*; what is finished is kept"
         ):
@@ -129,7 +134,7 @@ def test_a_child_that_is_killed_is_told_with_its_signal(
     spec = write(tmp_path / "a.jsonl", 4000)
     with feed_of(spec, model) as feed:
         for split in splits_of(spec):
-            feed.request(split)
+            feed.request(order_of(split))
         assert feed.poll(60) is not None
         os.kill(feed.process_id, number)
         with pytest.raises(StoppedError, match=text):
@@ -140,7 +145,7 @@ def test_signals_to_stop_are_left_to_the_parent(tmp_path: Path, model: ModelFile
     spec = write(tmp_path / "a.jsonl", 4000)
     with feed_of(spec, model) as feed:
         for split in splits_of(spec):
-            feed.request(split)
+            feed.request(order_of(split))
         first = feed.poll(60)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             os.kill(feed.process_id, number)
@@ -153,14 +158,14 @@ def test_closing_in_the_middle_ends_the_child(tmp_path: Path, model: ModelFiles)
     with feed_of(spec, model) as feed:
         child = psutil.Process(feed.process_id)
         for split in splits_of(spec):
-            feed.request(split)
+            feed.request(order_of(split))
         assert feed.poll(60) is not None
     assert not child.is_running()
 
 
 PARENT = """
 import sys, time
-from batchrun.data.feed import Feed
+from batchrun.data.feed import Feed, Order
 from batchrun.data.source import Source
 from batchrun.job import InputSpec, PromptSpec, SamplingSpec
 from batchrun.model_files import resolve
@@ -170,7 +175,7 @@ spec = InputSpec(path=sys.argv[1], split_rows=1500)
 source = Source(spec)
 feed = Feed(spec, PromptSpec(template="{{ text }}"), SamplingSpec(), resolve(sys.argv[2]), 512)
 for split in source.splits(source.files()):
-    feed.request(split)
+    feed.request(Order(str(split.number), split))
 feed.poll(60)
 print(feed.process_id, flush=True)
 time.sleep(60)

@@ -67,7 +67,6 @@ def test_every_fault_is_reported_at_once_with_its_line(job_file: Path) -> None:
         ("engine: {tensor_parallel_size: 2}", "10: engine.tensor_parallel_size: not supported yet"),
         ("engine: {speculative_config: {}}", "10: engine.speculative_config: not supported yet"),
         ("engine: {kv_cache_dtype: fp8}", "10: engine.kv_cache_dtype: not supported yet"),
-        ("slurm: {array: 4}", "10: slurm: not supported yet"),
         (
             "sampling: {n: 2}",
             "10: sampling.n: more than one sample per row is not supported yet; n must be 1",
@@ -116,8 +115,8 @@ def test_what_is_empty_or_has_no_effect_is_refused(job_file: Path, override: str
 
 
 def test_an_unsupported_format_names_those_that_are(job_file: Path) -> None:
-    [fault] = faults(job_file, "input.format=openai-batch")
-    assert fault.endswith("input.format: openai-batch is not supported yet; use auto, jsonl, parquet or datasets")
+    [fault] = faults(job_file, "input.format=csv")
+    assert fault.endswith("input.format: must be auto, jsonl, parquet, datasets or openai-batch, not 'csv'")
 
 
 @pytest.mark.parametrize(
@@ -213,7 +212,10 @@ def test_an_override_reaches_into_a_list(job_file: Path) -> None:
             "--set inptu.storage_options.key: inptu: unknown key; did you mean input?",
         ),
         ("input.path=$NONE/s3://me:SECRET@host", "--set input.path: environment variable NONE is not set"),
-        ("output.format=s3://me:SECRET@host", "--set output.format: must be parquet or jsonl, not 's3://host'"),
+        (
+            "output.format=s3://me:SECRET@host",
+            "--set output.format: must be parquet, jsonl or openai-batch, not 's3://host'",
+        ),
     ],
 )
 def test_faults_of_overrides_name_them_and_tell_no_secret(job_file: Path, override: str, expected: str) -> None:

@@ -12,110 +12,25 @@ excess counts too. A step in flight counts for nobody.
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import random
-import signal
 import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
-from batchrun import Engine
-from batchrun.cli import main
 from batchrun.data.records import SEGMENTS
-from batchrun.data.sink import Output
 from batchrun.data.view import OutputView
 from batchrun.observe.status import read_status
 from tests.jobs import output_rows, write_job
 from tests.outputs import parts_of
+from tests.runs import Run
 
 KILLS_AT_START = 5  # before the first step
 KILLS_AT_WORK = 15
 CHECKPOINT_SECONDS = 0.5
-
-# Each run is forked from a server that has imported everything and done nothing: 20 starts in place of 20 imports.
-_PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload([__name__])
-
-
-def _submit(job: str, log: str) -> None:
-    """`batchrun submit`, logging steps and writes; in a process of its own."""
-    file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-
-    def note(what: str, tokens: int = 0) -> None:
-        os.write(file, f"{what} {time.monotonic()} {tokens}\n".encode())
-
-    def logged_step(self: Engine) -> Any:
-        finished = step(self)
-        note("step", self.stats().output_tokens)
-        return finished
-
-    def logged_write(write: Any) -> Any:
-        def logged(*args: Any) -> None:
-            note("write")
-            write(*args)
-            note("written")
-
-        return logged
-
-    step = Engine.step
-    Engine.step = logged_step  # type: ignore[method-assign]
-    for method in ("checkpoint", "commit_split"):
-        setattr(Output, method, logged_write(getattr(Output, method)))
-    note("begin")
-    main(["submit", job])
-
-
-class Run:
-    """A job in a process of its own, and the log of its steps. A context manager that leaves no process behind."""
-
-    def __init__(self, job: Path, log: Path) -> None:
-        self.process = _PROCESSES.Process(target=_submit, args=(str(job), str(log)))
-        self.log = log
-
-    def __enter__(self) -> Run:
-        self.process.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.join()
-
-    def wait(self) -> int | None:
-        self.process.join()
-        return self.process.exitcode
-
-    def kill(self) -> float:
-        """kill -9, and the moment of it. What the process had started ends with it."""
-        started = psutil.Process(self.process.pid).children(recursive=True)
-        moment = time.monotonic()
-        self.process.kill()
-        assert self.wait() == -signal.SIGKILL, "it had ended by itself"
-        _, orphans = psutil.wait_procs(started, timeout=20)
-        assert not orphans
-        return moment
-
-    def notes(self, *kinds: str) -> list[tuple[str, float, int]]:
-        """(kind, time, tokens decoded so far) of what was logged."""
-        lines = self.log.read_text().splitlines(keepends=True) if self.log.exists() else []
-        parts = [line.split() for line in lines if line.endswith("\n")]
-        return [(kind, float(at), int(tokens)) for kind, at, tokens in parts if kind in kinds]
-
-    def decoded(self) -> int:
-        return max((tokens for _, _, tokens in self.notes("step")), default=0)
-
-    def may_lose(self, killed: float) -> int:
-        """How many of its tokens a run that was killed at that time may have lost."""
-        writes = [*(at for _, at, _ in self.notes("write", "written")), killed]  # begin, end, begin, ...; or cut short
-        slowest = max((end - begin for begin, end in zip(writes[::2], writes[1::2], strict=False)), default=0)
-        window = CHECKPOINT_SECONDS + max(0, slowest - CHECKPOINT_SECONDS / 5)
-        safe = [tokens for _, at, tokens in self.notes("step") if at <= killed - window][:-1]
-        return self.decoded() - (safe[-1] if safe else 0)
 
 
 def durable_tokens(out: Path) -> int:
@@ -175,12 +90,12 @@ def test_twenty_kills_lose_nothing(tmp_path: Path, tiny_model: Path) -> None:
             killed = run.kill()
         before, durable = durable, durable_tokens(tmp_path / "out")
         again = before + run.decoded() - durable
-        assert 0 <= again <= run.may_lose(killed)
+        assert 0 <= again <= run.may_lose(killed, CHECKPOINT_SECONDS)
         decoded, lost = decoded + run.decoded(), lost + again
 
     with Run(job, tmp_path / "log-last") as last:
         assert last.wait() == 3
     assert decoded + last.decoded() - lost == total
-    assert read_status(str(tmp_path / "out")).holder is None
+    assert read_status(str(tmp_path / "out")).workers == []
     assert [row["id"] for row in output_rows(tmp_path)] == [row["id"] for row in rows]
     assert parts_of(tmp_path) == parts_of(tmp_path / "whole")

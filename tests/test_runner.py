@@ -13,6 +13,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,13 +28,15 @@ from click.testing import CliRunner
 
 from batchrun import Engine, SamplingParams, load_job, run_job
 from batchrun.cli import main
-from batchrun.data.lease import HeldError, Lease, acquire
+from batchrun.data.lease import HeldError, Lease, take
 from batchrun.data.records import MANIFEST_COPY
 from batchrun.data.sink import Output
 from batchrun.data.source import Source
 from batchrun.data.store import StorageError, Store
 from batchrun.data.view import OutputView
-from batchrun.errors import JobError, StoppedError, ThresholdError
+from batchrun.data.workers import Worker
+from batchrun.errors import JobError, ThresholdError
+from batchrun.loop import Loop
 from batchrun.observe.status import read_status
 from tests.jobs import output_rows, write_job, write_rows
 from tests.outputs import parts_of
@@ -215,7 +218,7 @@ def test_a_stop_loses_nothing_and_repeats_nothing(
     assert begun
     stopped_at = len(asked)
     assert submit(job) == 0
-    assert {key for key, earlier in asked[stopped_at:] if earlier} == set(begun)
+    assert {(int(unit), row) for (unit, row), earlier in asked[stopped_at:] if earlier} == set(begun)
     assert sum(decoded) == sum(row["completion_tokens"] for row in output_rows(tmp_path))
     assert parts_of(tmp_path) == whole
 
@@ -229,7 +232,7 @@ def test_error_rows_of_earlier_runs_are_told_as_such(
         with monkeypatch.context() as patch:
             at_step(patch, step, send(signal.SIGTERM))
             assert submit(job) == 75
-    assert "12: 0 ok, 6 errors (6 in earlier runs), 6 to do; 6 were done before" in capsys.readouterr().err
+    assert "12: 0 ok, 6 errors (6 in other runs), 6 to do; 6 were done before" in capsys.readouterr().err
 
 
 def test_a_second_ctrl_c_does_not_wait(
@@ -245,7 +248,7 @@ def test_a_second_ctrl_c_does_not_wait(
         at_step(patch, 10, twice)
         with pytest.raises(KeyboardInterrupt):
             submit(job)
-    assert read_status(str(job)).holder is None
+    assert read_status(str(job)).workers == []
     assert submit(job) == 0
     assert parts_of(tmp_path) == whole
 
@@ -294,7 +297,7 @@ def test_a_signal_from_outside_exits_75(tmp_path: Path, tiny_model: Path) -> Non
     psutil.wait_procs(feeds, timeout=10)
     assert not any(feed.is_running() for feed in feeds)
     status = read_status(str(job))
-    assert (status.state, status.holder) == ("stopped", None)
+    assert (status.state, status.workers) == ("stopped", [])
 
 
 def test_a_limit_may_be_raised_and_dropped(tmp_path: Path, tiny_model: Path, asked: list[tuple[Any, int]]) -> None:
@@ -360,21 +363,21 @@ def test_overwrite_starts_again(tmp_path: Path, tiny_model: Path, asked: list[tu
 # ---- who may work on an output
 
 
-def test_a_second_live_run_is_refused(tmp_path: Path, tiny_model: Path) -> None:
+def test_overwriting_is_refused_while_others_work(tmp_path: Path, tiny_model: Path) -> None:
     job = write_job(tmp_path, tiny_model, ROWS, sampling=GREEDY)
-    with acquire(Store(str(tmp_path / "out")), "job"):
-        with pytest.raises(HeldError, match=f"process {os.getpid()} on "):
-            submit(job)
-        result = CliRunner().invoke(main, ["submit", str(job)])
-        assert result.exit_code == 75
-        assert f"held by process {os.getpid()} on " in result.stderr
     assert submit(job) == 0
+    with Worker(Store(str(tmp_path / "out"))), pytest.raises(HeldError, match=f"process {os.getpid()} on "):
+        submit(job, overwrite=True)
+    assert submit(job, overwrite=True) == 0
 
 
 def test_what_a_dead_run_held_is_taken_over_at_once(tmp_path: Path, tiny_model: Path) -> None:
     code = (
-        "import os, sys; from batchrun.data.lease import acquire; from batchrun.data.store import Store\n"
-        "acquire(Store(sys.argv[1]), 'job'); os.kill(os.getpid(), 9)"
+        "import os, sys; from batchrun.data.lease import Lease, take; from batchrun.data.store import Store\n"
+        "from batchrun.data.workers import Worker\n"
+        "store = Store(sys.argv[1]); Worker(store)\n"
+        "for name in ('00000', 'input', 'output'): assert take(store, Lease(name, 1, store.writer))\n"
+        "os.kill(os.getpid(), 9)"
     )
     dead = subprocess.run([sys.executable, "-c", code, str(tmp_path / "out")], check=False)
     assert dead.returncode == -signal.SIGKILL
@@ -383,15 +386,21 @@ def test_what_a_dead_run_held_is_taken_over_at_once(tmp_path: Path, tiny_model: 
     assert time.monotonic() - began < 30  # a far holder would be waited for, for a minute
 
 
-def test_an_output_that_was_taken_over_is_left_to_others(
-    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_unit_that_was_taken_over_is_left_to_the_taker(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, bytes]
 ) -> None:
     job = write_job(tmp_path, tiny_model, ROWS, **LONG)
+    out = Store(str(tmp_path / "out"))
+
+    def take_over() -> None:
+        with Worker(out):
+            assert take(out, Lease("00000", 2, out.writer))
+        time.sleep(1.5)  # until it has looked around
+
     with monkeypatch.context() as patch:
-        at_step(patch, 5, lambda: patch.setattr(Lease, "lost", True))
-        with pytest.raises(StoppedError, match="another process took this output over"):
-            submit(job)
-    assert submit(job) == 0
+        at_step(patch, 5, take_over)
+        assert submit(job) == 0
+    assert parts_of(tmp_path) == whole
 
 
 def test_another_configuration_is_refused_showing_the_fields(tmp_path: Path, tiny_model: Path) -> None:
@@ -407,9 +416,6 @@ def test_another_configuration_is_refused_showing_the_fields(tmp_path: Path, tin
         'model.quantization: was "none", is now "int8"',
     ):
         assert line in str(refused.value)
-    write_rows(tmp_path / "rows.jsonl", ROWS[1:])
-    with pytest.raises(JobError, match=r"rows\.jsonl: size was \d+, is now \d+"):
-        submit(job)
 
 
 @pytest.mark.parametrize("output", ["in/rows.jsonl", "in", "in/out"])
@@ -432,20 +438,20 @@ def test_a_run_whose_feed_is_killed_keeps_what_is_finished_and_can_go_on(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, asked: list[tuple[Any, int]]
 ) -> None:
     rows = ROWS * 10
-    job = write_job(tmp_path, tiny_model, rows, sampling={"max_tokens": 2}, input={"split_rows": 20})
+    few = {"max_num_seqs": 4}  # so that the feed still has splits to prepare
+    job = write_job(tmp_path, tiny_model, rows, sampling={"max_tokens": 2}, input={"split_rows": 20}, engine=few)
 
     def kill_children() -> None:
         for child in psutil.Process().children():
             child.kill()
 
     with monkeypatch.context() as patch:
-        patch.setattr("batchrun.runner._OPEN_ROWS", 0)  # so that the feed still has splits to prepare
         at_step(patch, 3, kill_children)
         result = CliRunner().invoke(main, ["submit", str(job)])
     assert result.exit_code == 75
     assert result.stderr.splitlines()[-1].startswith("Error: the process that prepares prompts (")
     assert "was killed by SIGKILL (out of memory?)" in result.stderr
-    assert read_status(str(job)).holder is None
+    assert read_status(str(job)).workers == []
     finished = read_status(str(job)).done_rows
     assert finished > 0
     before = len(asked)
@@ -487,6 +493,41 @@ def test_what_is_done_is_kept_where_the_engine_fails(
     assert view.partials() or any(view.done_rows().values())
     assert submit(job) == 0
     assert parts_of(tmp_path) == whole
+
+
+# ---- which thread does what
+
+
+def test_the_engines_thread_never_waits_for_storage(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running: list[str] = []  # the thread that the loop runs in, while it does
+    callers: dict[str, set[str]] = {}  # thread -> what it asked of the store meanwhile
+
+    def noted(name: str) -> Any:
+        call = getattr(Store, name)
+
+        def noting(store: Store, *args: Any) -> Any:
+            if running:
+                callers.setdefault(threading.current_thread().name, set()).add(name)
+            return call(store, *args)
+
+        return noting
+
+    def loop(self: Loop, *args: Any) -> None:
+        running.append(threading.current_thread().name)
+        original(self, *args)
+        running.clear()
+
+    original = Loop._loop
+    monkeypatch.setattr(Loop, "_loop", loop)
+    for name in ("read", "size", "names", "sizes", "put", "put_file", "create", "publish", "delete"):
+        monkeypatch.setattr(Store, name, noted(name))
+    job = write_job(tmp_path, tiny_model, ROWS, input={"split_rows": 5}, output={"checkpoint_seconds": 0.01})
+    assert submit(job) == 0
+    assert {"read", "names", "create"} <= callers.pop("claims")
+    assert {"read", "names", "create", "put", "put_file", "publish", "delete"} <= callers.pop("writer_0")
+    assert callers.keys() <= {"worker"}
 
 
 # ---- per-row sampling, log-probabilities

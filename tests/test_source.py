@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 
 from batchrun.data.rows import Row, Split
 from batchrun.data.source import Source, to_records
-from batchrun.errors import JobError
+from batchrun.errors import JobError, StoppedError
 from batchrun.job import InputSpec
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
@@ -305,7 +305,7 @@ def test_a_file_that_changed_since_the_scan_is_refused(tmp_path: Path) -> None:
     source = Source(InputSpec(path=str(path)))
     (split,) = source.splits(source.files())
     write_lines(path, 2)
-    with pytest.raises(JobError, match="changed while the job ran"):
+    with pytest.raises(StoppedError, match="changed while the job ran"):
         list(source.rows(split))
 
 

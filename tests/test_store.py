@@ -41,6 +41,21 @@ def test_files_come_and_go(store, tmp_path):
         store.read("a/b")
 
 
+def test_many_files_are_read_in_order(store):
+    names = [f"a/{number}" for number in range(20)]
+    for name in names[::2]:
+        store.put(name, name.encode())
+    assert store.read_each(names) == [name.encode() if name in names[::2] else None for name in names]
+    assert store.read_each([]) == []
+
+
+def test_several_far_files_are_read_at_once(monkeypatch):
+    store = Store(f"memory://{uuid.uuid4().hex}/out")
+    together = threading.Barrier(8)
+    monkeypatch.setattr(store._backend, "read", lambda name: name.encode() if together.wait(10) >= 0 else b"")
+    assert store.read_each(map(str, range(16))) == [str(number).encode() for number in range(16)]
+
+
 def test_create_has_one_winner_and_knows_its_own_write(store):
     assert store.create("k", b"mine")
     assert not store.create("k", b"theirs")
@@ -139,7 +154,7 @@ def test_sweep_removes_what_dead_writers_left(store):
     dead, other = Store(store.url), Store(store.url)
     for writer in (dead, other, store):
         store.put(f"{TEMPORARY}/{writer.writer}-x", b"x")
-    store.sweep_temporary(alive=[other.writer])
+    store.sweep_temporary(lambda: [other.writer])
     assert store.names(TEMPORARY) == sorted(f"{TEMPORARY}/{writer.writer}-x" for writer in (other, store))
 
 
@@ -147,7 +162,7 @@ def test_sweep_spares_the_scratch_of_the_living(tmp_path):
     store, dead, other = (Store(str(tmp_path)) for _ in range(3))
     with dead.scratch() as gone, other.scratch() as spared:
         (gone / "built").touch()
-        store.sweep_temporary(alive=[other.writer])
+        store.sweep_temporary(lambda: [other.writer])
         assert (gone.exists(), spared.exists()) == (False, True)
 
 

@@ -180,7 +180,7 @@ class TestByteLevelGGUF:
         ]
 
     @settings(max_examples=200, deadline=None)
-    @given(text=st.text(alphabet=st.characters(), max_size=40))
+    @given(text=st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=40))
     def test_no_text_is_lost(self, folder: Path, text: str) -> None:
         ours, _ = self.pair(folder, "smollm")
         assert ours.decode(ours.encode(text, add_special_tokens=False), skip_special_tokens=False) == text

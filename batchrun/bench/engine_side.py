@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from typing import Any
 
@@ -31,9 +30,9 @@ class EngineSide:
         import torch
 
         from batchrun.engine.engine import Engine
+        from batchrun.engine.executor import thread_count, use_threads
 
-        if spec.num_threads != "auto":
-            torch.set_num_threads(min(spec.num_threads, os.cpu_count() or 1))
+        use_threads(thread_count(spec.num_threads))
         self.engine = Engine(files, **options)
         for _ in self.engine.generate(workload.prompts[:1], self._params[0].override({"max_tokens": 2})):
             pass  # first-use costs belong to loading

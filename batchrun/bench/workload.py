@@ -112,7 +112,7 @@ def read_workload(
                 params = SamplingParams(max_tokens=given)
             except ValueError as error:
                 raise JobError(f"{job.input.path}: row {row.row}: {error}") from None
-        workload.prompts.append(prepared.token_ids)
+        workload.prompts.append(list(prepared.token_ids))
         workload.max_tokens.append(min(params.max_tokens, max_model_len - len(prepared.token_ids)))
     if not workload.prompts:
         raise JobError(f"{job.input.path}: no rows to measure")

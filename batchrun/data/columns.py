@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchrun.data.json_text import dump_json
-from batchrun.data.source import to_records
+from batchrun.data.source import python_values
 
 JSON_TEXT = {b"batchrun": b"json"}  # metadata of a field whose strings are JSON
 
@@ -141,21 +141,21 @@ def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
         place = table.schema.get_field_index(field.name)
         if place < 0:
             arrays.append(pa.nulls(len(table), field.type))
-        elif _is_json(field) and not _is_json(table.schema.field(place)):
+        elif is_json_text(field) and not is_json_text(table.schema.field(place)):
             arrays.append(json_text(python_values(table.column(place))))
         else:
             arrays.append(_widened(table.column(place), field))
     return pa.Table.from_arrays(arrays, schema=schema)
 
 
-def python_values(column: Any) -> list[Any]:
-    """The values of an Arrow column as Python has them."""
-    return [record["column"] for record in to_records(pa.table({"column": column}))]
-
-
 def json_text(values: list[Any]) -> pa.Array:
     """Each value as JSON, null staying null."""
     return pa.array([None if value is None else dump_json(value) for value in values], pa.string())
+
+
+def is_json_text(field: pa.Field) -> bool:
+    """Whether the field's strings are JSON, each standing for a value."""
+    return bool(field.metadata) and JSON_TEXT.items() <= field.metadata.items()
 
 
 def _widened(column: Any, field: pa.Field) -> Any:
@@ -171,12 +171,8 @@ def _json_field(name: str) -> pa.Field:
     return pa.field(name, pa.string(), metadata=JSON_TEXT)
 
 
-def _is_json(field: pa.Field) -> bool:
-    return bool(field.metadata) and JSON_TEXT.items() <= field.metadata.items()
-
-
 def _merge(one: pa.Field, other: pa.Field, structs_grow: bool) -> pa.Field:
-    if _is_json(one) or _is_json(other):
+    if is_json_text(one) or is_json_text(other):
         return _json_field(one.name)
     kind = _merged_type(one.type, other.type, structs_grow)
     if kind is None:

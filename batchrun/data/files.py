@@ -8,26 +8,28 @@ depth, without names that begin with ``.`` or ``_`` and without files of unknown
 from __future__ import annotations
 
 import glob
+import io
 import posixpath
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from urllib.parse import unquote
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from batchrun.data.patience import Patience, PatientFile, StorageError, identity_of
 from batchrun.data.rows import InputFile
-from batchrun.errors import JobError
+from batchrun.errors import JobError, without_credentials
 
+T = TypeVar("T")
 Format = Literal["jsonl", "parquet"]
 
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 _KINDS: dict[str, Format] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
-_VERSIONS = ("ETag", "etag", "md5", "LastModified", "last_modified", "mtime", "created")  # best first
 
 
 class UnreadableFileError(Exception):
@@ -41,8 +43,21 @@ def filesystem(path: str, options: dict[str, Any]) -> tuple[Any, str]:
     try:
         fs, inner = fsspec.core.url_to_fs(path, use_listings_cache=False, **options)
     except Exception as error:  # unknown protocol or option, its package is not installed, ...
-        raise JobError(f"input.path: {path}: {error}") from None
+        raise JobError(f"input.path: {Patience(path, options).shown(f'{path}: {error}')}") from None
     return fs, inner
+
+
+def open_file(file: InputFile, options: dict[str, Any]) -> io.RawIOBase:
+    """The file's bytes, unbuffered: each read is one of the disk, or one request.
+
+    Reading them raises StorageError where a remote storage fails for good, and ChangedFileError where the
+    file is not the one that ``file`` describes.
+    """
+    fs, path = filesystem(file.path, options)
+    if isinstance(fs, LocalFileSystem):
+        return Path(path).open("rb", buffering=0)
+    patience = Patience(file.path, options)
+    return PatientFile(fs, path, patience, shown=without_credentials(file.path), identity=(file.size, file.version))
 
 
 def file_format(path: str) -> Format | None:
@@ -98,31 +113,34 @@ def find_files(
 
 
 def current_version(file: InputFile, options: dict[str, Any]) -> InputFile:
-    """``file`` with the size and version that it has now; raises OSError when it is gone."""
+    """``file`` with the size and version that it has now. Raises FileNotFoundError when it is gone, or StorageError."""
     fs, path = filesystem(file.path, options)
-    return _input_file(fs, file.key, file.path, fs.info(path))
+    info = Patience(file.path, options).run(f"look at {file.path}", lambda: fs.info(path), passing=FileNotFoundError)
+    return _input_file(fs, file.key, file.path, info)
 
 
 def _expand(
     path: str, wanted: str, options: dict[str, Any], skipped: list[str], faults: list[str]
 ) -> Iterator[InputFile]:
     fs, inner = filesystem(path, options)
-    try:
-        kind = fs.info(inner)["type"]
-    except FileNotFoundError:
-        kind = None
-    except Exception as error:  # file systems raise anything: no credentials, no such host
-        raise JobError(f"input.path: {path}: {error}") from None
-    if kind == "file":
+
+    def ask(question: Callable[[], T]) -> T:
+        try:
+            return Patience(path, options).run(f"look at {path}", question)
+        except StorageError as error:
+            raise JobError(f"input.path: {error}") from None
+
+    own = ask(lambda: _info(fs, inner))
+    if own["type"] == "file":
         if wanted == "auto" and file_format(inner) is None:
             raise JobError(f"input.path: {path}: its name tells no format; set input.format")
-        yield _input_file(fs, posixpath.basename(without_query(inner)), _url(fs, inner, path), fs.info(inner))
+        yield _input_file(fs, posixpath.basename(without_query(inner)), _url(fs, inner, path), own)
         return
-    matches = {inner: {"type": "directory"}} if kind == "directory" else _glob(fs, inner)
-    root = inner if kind == "directory" else _fixed_part(inner)
+    matches = {inner: own} if own["type"] == "directory" else ask(lambda: _glob(fs, inner))
+    root = inner if own["type"] == "directory" else _fixed_part(inner)
     infos: dict[str, Any] = {}
     for match, info in matches.items():
-        infos |= fs.find(match, detail=True) if info["type"] == "directory" else {match: info}
+        infos |= ask(partial(fs.find, match, detail=True)) if info["type"] == "directory" else {match: info}
     for name in sorted(infos):
         key, url = name.removeprefix(root.rstrip("/") + "/"), _url(fs, name, path)
         if not _taken(key, wanted, named=matches.get(name) is not None):
@@ -135,6 +153,14 @@ def _expand(
             faults.append(f"input.path: {url}: {link}{error.strerror}")
         else:
             yield file
+
+
+def _info(fs: Any, path: str) -> dict[str, Any]:
+    """What fsspec says of a path; of one that does not exist, that it has no type."""
+    try:
+        return dict(fs.info(path))
+    except FileNotFoundError:
+        return {"type": None}
 
 
 def _glob(fs: Any, pattern: str) -> dict[str, Any]:
@@ -163,10 +189,7 @@ def _input_file(fs: Any, key: str, path: str, info: dict[str, Any]) -> InputFile
     if isinstance(fs, LocalFileSystem):
         stat = Path(path).stat()
         return InputFile(key, path, stat.st_size, str(stat.st_mtime_ns))
-    version = next((info[name] for name in _VERSIONS if info.get(name)), "")
-    if isinstance(version, datetime):  # some listings give the same time as a number
-        version = version.timestamp()
-    return InputFile(key, path, int(info.get("size") or 0), str(version))
+    return InputFile(key, path, *identity_of(info))
 
 
 def _url(fs: Any, inner: str, given: str) -> str:

@@ -7,19 +7,21 @@ splits are read in order.
 
 from __future__ import annotations
 
+import io
 import itertools
-from collections.abc import Iterable, Iterator
-from typing import Any, BinaryIO
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 
 from batchrun.data.compression import DECOMPRESSORS, DamagedError, decompress
-from batchrun.data.files import UnreadableFileError, filesystem, without_query
+from batchrun.data.files import UnreadableFileError, filesystem, open_file, without_query
 from batchrun.data.json_text import parse_json
 from batchrun.data.rows import Batch, InputFile, Split
 from batchrun.errors import row_error
 
 _CHUNK_BYTES = 1 << 20
+_BUFFER_BYTES = 8 << 20  # of a remote file, by one request
 _BATCH_ROWS = 256
 _BATCH_BYTES = 4 << 20
 _BOM = b"\xef\xbb\xbf"
@@ -31,6 +33,31 @@ def scan(file: InputFile, options: dict[str, Any], split_rows: int) -> list[Spli
     boundaries, lines, error = _scan_lines(file, options, split_rows)
     if error and not lines:
         raise UnreadableFileError(error)
+    return _splits(file, boundaries, lines, split_rows, error)
+
+
+def scan_each(
+    file: InputFile, options: dict[str, Any], split_rows: int, check: Callable[[int, bytes], None]
+) -> list[Split]:
+    """As :func:`scan`, calling ``check`` with the number and the bytes of every line that is not blank.
+
+    Raises UnreadableFileError when the file breaks off, however much of it can be read.
+    """
+    boundaries: list[int] = []
+    number = position = 0
+    try:
+        for number, line in enumerate(_split_lines(_chunks(file, options, 0)), 1):
+            if (number - 1) % split_rows == 0:
+                boundaries.append(position)
+            position += len(line) + 1
+            if line.strip(_BLANK):
+                check(number, line)
+    except DamagedError as damage:
+        raise UnreadableFileError(f"breaks off after line {number}: {damage}") from None
+    return _splits(file, boundaries, number, split_rows, None)
+
+
+def _splits(file: InputFile, boundaries: list[int], lines: int, split_rows: int, error: str | None) -> list[Split]:
     splits = []
     for number, offset in enumerate(boundaries):
         first = number * split_rows + 1
@@ -92,10 +119,9 @@ def _suffix(path: str) -> str | None:
 
 def _chunks(file: InputFile, options: dict[str, Any], offset: int) -> Iterator[bytes]:
     """Pieces of the decoded file from a byte offset on (0 in a compressed file)."""
-    fs, path = filesystem(file.path, options)
+    _, path = filesystem(file.path, options)
     suffix = _suffix(path)
-    stream: BinaryIO
-    with fs.open(path, "rb") as stream:
+    with io.BufferedReader(open_file(file, options), _BUFFER_BYTES) as stream:
         if suffix is not None:
             yield from decompress(stream, suffix)
             return
@@ -130,8 +156,12 @@ def _scan_lines(file: InputFile, options: dict[str, Any], split_rows: int) -> tu
 
 def _read_lines(file: InputFile, options: dict[str, Any], offset: int) -> Iterator[bytes]:
     """Lines from a byte offset on, without their newline; ends where a damaged file does."""
+    return _split_lines(_until_damage(_chunks(file, options, offset)))
+
+
+def _split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
     head: list[bytes] = []  # pieces of the line that has begun
-    for chunk in _until_damage(_chunks(file, options, offset)):
+    for chunk in chunks:
         first, *rest = chunk.split(b"\n")
         head.append(first)
         if rest:
@@ -162,7 +192,7 @@ def _parse(file: InputFile, rows: list[int], lines: list[bytes]) -> Batch:
     errors: list[str | None] = []
     for number, line in zip(rows, lines, strict=True):
         try:
-            records.append(_parse_line(line.removeprefix(_BOM) if number == 1 else line))
+            records.append(parse_line(number, line))
             errors.append(None)
         except ValueError as error:
             records.append(None)
@@ -170,9 +200,10 @@ def _parse(file: InputFile, rows: list[int], lines: list[bytes]) -> Batch:
     return Batch(rows, errors, records=records)
 
 
-def _parse_line(line: bytes) -> dict[str, Any]:
+def parse_line(number: int, line: bytes) -> dict[str, Any]:
+    """The object that line ``number`` of a file holds. Raises ValueError saying why it holds none."""
     try:
-        value = parse_json(line.decode("utf-8"))
+        value = parse_json((line.removeprefix(_BOM) if number == 1 else line).decode("utf-8"))
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 at byte {error.start + 1} of the line: {error.reason}") from None
     if not isinstance(value, dict):

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from fsspec.implementations.local import LocalFileSystem
 
-from batchrun.data.files import UnreadableFileError, filesystem
+from batchrun.data.files import UnreadableFileError, filesystem, open_file
 from batchrun.data.rows import Batch, InputFile, Split
 from batchrun.errors import row_error
 
@@ -68,7 +68,7 @@ def read(split: Split, options: dict[str, Any], columns: Sequence[str] | None) -
 
 def _open(file: InputFile, options: dict[str, Any]) -> pq.ParquetFile:
     fs, path = filesystem(file.path, options)
-    source = path if isinstance(fs, LocalFileSystem) else fs.open(path, "rb", cache_type="none")
+    source = path if isinstance(fs, LocalFileSystem) else open_file(file, options)
     return pq.ParquetFile(source, buffer_size=_BUFFER_BYTES, page_checksum_verification=True)
 
 

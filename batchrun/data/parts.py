@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,16 +26,16 @@ from batchrun.data.columns import (
     as_json_text,
     conform,
     natural_column,
-    python_values,
     typed_column,
     unify,
 )
 from batchrun.data.json_text import dump_json, replace_surrogates
+from batchrun.data.openai_batch import Tokens, answer_line
 from batchrun.data.results import LOGPROBS, Results
 from batchrun.data.rows import Batch, Split
-from batchrun.data.source import to_records
+from batchrun.data.source import python_values, to_records
 from batchrun.errors import JobError, row_error
-from batchrun.job import JobSpec
+from batchrun.job import BATCH_FORMAT, JobSpec
 
 RESULT_COLUMNS: dict[str, pa.DataType] = {
     "custom_id": pa.string(),
@@ -46,8 +46,9 @@ RESULT_COLUMNS: dict[str, pa.DataType] = {
     "error": pa.string(),
     "logprobs": LOGPROBS,
     "prompt_logprobs": LOGPROBS,
+    "rerun_max_tokens": pa.int64(),
 }
-OPTIONAL_COLUMNS = ("logprobs", "prompt_logprobs")  # there if the job or one of its rows asks for them
+OPTIONAL_COLUMNS = ("logprobs", "prompt_logprobs", "rerun_max_tokens")  # there if the job or one of its rows has them
 
 ROW_GROUP_ROWS = 10_000
 ROW_GROUP_BYTES = 128 * 2**20
@@ -62,17 +63,22 @@ class MissingResultError(Exception):
 class Layout:
     """The form of the output: what decides its columns. Fixed for the life of an output."""
 
-    format: Literal["parquet", "jsonl"]
+    format: Literal["parquet", "jsonl", "openai-batch"]
     keep: bool | tuple[str, ...]  # input columns carried through: all, none, or these
     id_column: str | None
     names: dict[str, str]  # each of RESULT_COLUMNS -> its name in the output
     logprobs: bool = False
     prompt_logprobs: bool = False
+    tokens: Tokens | None = field(default=None, compare=False)  # of OpenAI's format, which spells tokens out
 
     @classmethod
     def of(cls, job: JobSpec) -> Layout:
-        """The layout that a job asks for. Raises JobError on renames of what is not there, or to one name."""
+        """The layout that a job asks for. Raises JobError on renames of what is not there, or to one name, and on what
+        OpenAI's format cannot hold.
+        """
         output = job.output
+        if output.format == BATCH_FORMAT and (faults := list(_batch_faults(job))):
+            raise JobError("\n".join(faults))
         if unknown := sorted(output.columns.keys() - RESULT_COLUMNS.keys()):
             raise JobError(
                 f"output.columns: {', '.join(unknown)}: no such result column; there are {', '.join(RESULT_COLUMNS)}"
@@ -82,7 +88,7 @@ class Layout:
             raise JobError(f"output.columns: two result columns would be named {', '.join(twice)}")
         return cls(
             format=output.format,
-            keep=output.keep_columns,
+            keep=output.keep_columns if output.format != BATCH_FORMAT else False,
             id_column=job.input.id_column,
             names=names,
             logprobs=job.sampling.logprobs is not None,
@@ -91,7 +97,11 @@ class Layout:
 
     def part_name(self, split: int) -> str:
         """The name of a split's part: it holds nothing but the number."""
-        return f"part-{split:05d}.{self.format}"
+        return f"part-{split:05d}.{'parquet' if self.format == 'parquet' else 'jsonl'}"
+
+    def errors_name(self, split: int) -> str:
+        """The name of the file for a split's failed rows, where the format keeps them apart."""
+        return f"errors-{split:05d}.jsonl"
 
     def keeps(self, name: str) -> bool:
         """Whether an input column is carried through. The id column called custom_id is the result column itself."""
@@ -107,7 +117,19 @@ class Layout:
 
     def asks_for(self, column: str) -> bool:
         """Whether the job as a whole has this result column."""
-        return column not in OPTIONAL_COLUMNS or bool(getattr(self, column))
+        return column not in OPTIONAL_COLUMNS or bool(getattr(self, column, False))
+
+
+def _batch_faults(job: JobSpec) -> Iterator[str]:
+    """What of a job has no place in an output of OpenAI's format."""
+    if job.input.format != BATCH_FORMAT:
+        yield f"output.format: {BATCH_FORMAT} answers lines of input.format: {BATCH_FORMAT}; use parquet or jsonl"
+    if job.output.columns:
+        yield f"output.columns: {BATCH_FORMAT} has no columns; leave it out"
+    if job.output.keep_columns is not True:
+        yield f"output.keep_columns: {BATCH_FORMAT} keeps no columns but custom_id; leave it out"
+    if job.sampling.prompt_logprobs is not None:
+        yield f"sampling.prompt_logprobs: {BATCH_FORMAT} has no place for them; use output.format: parquet or jsonl"
 
 
 def check_columns(layout: Layout, input_names: Iterable[str]) -> None:
@@ -138,6 +160,7 @@ class PartContent:
     completion_tokens: int
     schema: pa.Schema | None  # of a Parquet part
     typed: bool  # the kept columns have types of their own, as Parquet's have, rather than inferred ones
+    errors_path: Path | None = None  # the failed rows, where the format keeps them apart and there are any
 
 
 def write_part(path: Path, batches: Iterable[Batch], results: Results, split: Split, layout: Layout) -> PartContent:
@@ -146,6 +169,7 @@ def write_part(path: Path, batches: Iterable[Batch], results: Results, split: Sp
     Raises MissingResultError if a readable row has no result.
     """
     columns = [column for column in RESULT_COLUMNS if layout.asks_for(column) or results.has(column)]
+    columns += ["answer"] if layout.format == BATCH_FORMAT else []
     tally = _Tally()
     joined = tally.count(
         (batch, _join(batch, results, split, layout, columns)) for batch in _with_remainder(batches, split)
@@ -153,13 +177,31 @@ def write_part(path: Path, batches: Iterable[Batch], results: Results, split: Sp
     if layout.format == "jsonl":
         _write_jsonl(path, joined, layout)
         return tally.content(None)
+    if layout.format == BATCH_FORMAT:
+        errors_path = _write_answers(path, joined, split, layout)
+        return replace(tally.content(None), errors_path=errors_path)
     with tempfile.TemporaryFile(dir=path.parent) as file:
         spool = _Spool(file)
         for batch, found in joined:
             spool.append(_frame(batch, found, layout))
         schemas = [*spool.schemas, _result_schema(layout, columns)]
         schema = unify(schemas, layout.names.values(), structs_grow=tally.typed)
-        return tally.content(_write_parquet(path, spool, schema))
+        return tally.content(write_parquet(path, spool, schema))
+
+
+def write_parquet(path: Path, tables: Iterable[pa.Table], schema: pa.Schema) -> pa.Schema:
+    """Writes the tables in ``schema``, or with columns as JSON text where that would lose something.
+
+    ``tables`` is iterated over again for each such column.
+    """
+    while True:
+        try:
+            with pq.ParquetWriter(path, schema, **_WRITE_OPTIONS) as writer:
+                for group in _row_groups(conform(table, schema) for table in tables):
+                    writer.write_table(group.combine_chunks(), row_group_size=max(1, len(group)))
+            return schema
+        except LossyColumnError as lossy:
+            schema = as_json_text(schema, lossy.column)
 
 
 def rewrite_part(source: Path, target: Path, schema: pa.Schema) -> None:
@@ -200,7 +242,7 @@ def _with_remainder(batches: Iterable[Batch], split: Split) -> Iterator[Batch]:
 
 
 def _join(batch: Batch, results: Results, split: Split, layout: Layout, columns: Sequence[str]) -> pa.Table:
-    """The result columns of a batch, by their own names."""
+    """These columns of the results of a batch, by their own names."""
     found = results.take(batch.rows)
     error = pc.coalesce(found["error"], pa.array([replace_surrogates(e) for e in batch.errors], pa.large_string()))
     missing = pc.and_(found["row"].is_null(), error.is_null())
@@ -213,6 +255,8 @@ def _join(batch: Batch, results: Results, split: Split, layout: Layout, columns:
                 arrays.append(pa.array(_custom_ids(batch, split, layout), pa.string()))
             case "error":
                 arrays.append(error.cast(pa.string()))
+            case "answer":
+                arrays.append(found[column])
             case _:
                 arrays.append(found[column].cast(RESULT_COLUMNS[column]))
     return pa.table(arrays, names=list(columns))
@@ -223,7 +267,8 @@ def _custom_ids(batch: Batch, split: Split, layout: Layout) -> list[str]:
     name = layout.id_column
     values: list[Any] = [None] * len(batch.rows)
     if name is not None and batch.table is not None and name in batch.table.column_names:
-        values = python_values(batch.table[name])
+        column = batch.table[name]
+        values = python_values(column.cast(pa.string()) if pa.types.is_integer(column.type) else column)
     elif name is not None and batch.records is not None:
         values = [None if record is None else record.get(name) for record in batch.records]
     key = replace_surrogates(split.file.key)
@@ -243,6 +288,21 @@ def _write_jsonl(path: Path, joined: Iterable[tuple[Batch, pa.Table]], layout: L
                 file.write(dump_json(kept | result) + "\n")
 
 
+def _write_answers(path: Path, joined: Iterable[tuple[Batch, pa.Table]], split: Split, layout: Layout) -> Path | None:
+    """Good rows at ``path``; failed ones, if there are any, at the path that is returned."""
+    errors_path = path.with_name(f"{path.name}-errors")
+    with (
+        path.open("w", encoding="utf-8", newline="\n") as good,
+        errors_path.open("w", encoding="utf-8", newline="\n") as failed,
+    ):
+        for batch, found in joined:
+            for row, line, result in zip(batch.rows, batch.records or [], found.to_pylist(), strict=True):
+                file = good if result["error"] is None else failed
+                answer = result["answer"] or answer_line(line, result, split.file.key, row, layout.tokens)
+                file.write(answer + "\n")
+    return errors_path if errors_path.stat().st_size else None
+
+
 class _Spool:
     """Tables of differing schemas, kept on disk in order."""
 
@@ -260,18 +320,6 @@ class _Spool:
         for _ in self.schemas:
             with pa.ipc.open_stream(self._file) as stream:
                 yield stream.read_all()
-
-
-def _write_parquet(path: Path, spool: _Spool, schema: pa.Schema) -> pa.Schema:
-    """Writes the spooled tables in ``schema``, or with columns as JSON text where that would lose something."""
-    while True:
-        try:
-            with pq.ParquetWriter(path, schema, **_WRITE_OPTIONS) as writer:
-                for group in _row_groups(conform(table, schema) for table in spool):
-                    writer.write_table(group.combine_chunks(), row_group_size=max(1, len(group)))
-            return schema
-        except LossyColumnError as lossy:
-            schema = as_json_text(schema, lossy.column)
 
 
 def _row_groups(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:

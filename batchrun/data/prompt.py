@@ -1,4 +1,5 @@
-"""From rows to token ids: the four prompt forms, per-row sampling parameters, and prompts that are too long.
+"""From rows to token ids: the four prompt forms or a request in each row, per-row sampling parameters, and prompts
+that are too long.
 
 A plain-text prompt gets the special tokens that its tokenizer adds; messages get those that the chat template writes
 and no others. Text that spells a special token is encoded as that token, as transformers and vLLM do. A fault of a row
@@ -7,13 +8,16 @@ becomes its ``error`` and never stops the rows beside it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+import sys
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 from pydantic import ValidationError
 
 from batchrun.data.json_text import parse_json
+from batchrun.data.openai_batch import LineRequest, line_request
 from batchrun.data.rows import PreparedRow, Row
 from batchrun.data.template import RowError, RowTemplate
 from batchrun.errors import JobError, row_error
@@ -30,6 +34,8 @@ _LONG_CHARACTERS = 16  # for each token of the context: a longer text is measure
 class PromptBuilder:
     """Turns rows into prompts of at most ``max_model_len - 1`` tokens, so that one can be generated.
 
+    A ``prompt`` without a form is for rows that are lines of an OpenAI batch file.
+
     Raises JobError for a template that does not parse, and for messages when the model has no chat template.
     """
 
@@ -41,6 +47,7 @@ class PromptBuilder:
         self._sampling_column = sampling.from_column
         self._params = SamplingParams.model_validate(sampling.model_dump(exclude={"from_column"}))
         self._templates = _templates(prompt)
+        self._holds_requests = not prompt.forms
         self._is_chat = prompt.messages is not None or prompt.messages_column is not None
         if self._is_chat and tokenizer.chat_template is None:
             raise JobError("prompt: the model has no chat template; use prompt.template")
@@ -48,27 +55,54 @@ class PromptBuilder:
     def build(self, rows: Sequence[Row]) -> list[PreparedRow]:
         """One prepared row for each of ``rows``, in their order."""
         prepared: list[PreparedRow] = []
-        texts: list[tuple[PreparedRow, str]] = []
+        chats: list[tuple[PreparedRow, str]] = []
+        plain: list[tuple[PreparedRow, str]] = []
         for row in rows:
             item = PreparedRow(row.row, error=row.error)
             prepared.append(item)
             if row.error is not None or row.data is None:
                 continue
             try:
-                item.params, item.own_seed = self._sampling(row.data)
-                content = self._content(row.data)
+                content, is_chat = self._prepare(item, row.data)
             except RowError as fault:
                 item.error = row_error(fault.kind, str(fault))
                 continue
             if isinstance(content, str):
-                texts.append((item, content))
+                (chats if is_chat else plain).append((item, content))
             else:
                 item.token_ids = content
-        self._encode(texts)
+        self._encode(chats, add_special_tokens=False)
+        self._encode(plain, add_special_tokens=True)
+        bos = self._tokenizer.bos_token_id
+        for item, _ in plain:
+            if bos is not None and item.token_ids[:2] == [bos, bos]:
+                del item.token_ids[0]  # the text spells it, and the tokenizer adds it
         for item in prepared:
             if item.error is None:
                 self._fit(item)
         return prepared
+
+    def _prepare(self, item: PreparedRow, data: dict[str, Any]) -> tuple[str | list[int], bool]:
+        """Sets the parameters of ``item``; returns its text or token ids, and whether a chat template wrote it."""
+        if self._holds_requests:
+            request = line_request(data)
+            item.params = self._overridden(request.sampling)
+            item.own_seed = "seed" in request.sampling
+            return self._requested(request), request.is_chat
+        item.params, item.own_seed = self._sampling(data)
+        return self._content(data), self._is_chat
+
+    def _requested(self, request: LineRequest) -> str | list[int]:
+        if not request.is_chat:
+            if isinstance(request.prompt, str):
+                return request.prompt
+            return _token_ids(request.prompt, self._tokenizer.vocab_size)
+        options = dict(request.options)
+        if "chat_template_kwargs" in options:
+            options["chat_template_kwargs"] = self._spec.chat_template_kwargs | options["chat_template_kwargs"]
+        if options.get("add_generation_prompt"):
+            options["continue_final_message"] = False
+        return self._chat_text(chat_messages(request.prompt), self._spec.model_copy(update=options))
 
     def _content(self, data: dict[str, Any]) -> str | list[int]:
         spec = self._spec
@@ -83,6 +117,9 @@ class PromptBuilder:
                 {"role": message.role, "content": template.render(data)}
                 for message, template in zip(spec.messages or (), self._templates, strict=True)
             ]
+        return self._chat_text(messages, spec)
+
+    def _chat_text(self, messages: list[dict[str, Any]], spec: PromptSpec) -> str:
         try:
             return self._tokenizer.render_chat(
                 messages,
@@ -104,54 +141,55 @@ class PromptBuilder:
                 raise RowError("bad_sampling", f"column {self._sampling_column!r}: {error}") from None
         if not isinstance(value, dict):
             raise RowError("bad_sampling", f"column {self._sampling_column!r} has to hold an object")
-        try:
-            return self._params.override(value), value.get("seed") is not None
-        except ValidationError as error:
-            raise RowError("bad_sampling", describe_arguments(error, value, type(self._params).model_fields)) from None
+        given = {name: each for name, each in value.items() if each is not None}  # Parquet structs fill with nulls
+        return self._overridden(given), "seed" in given
 
-    def _encode(self, texts: Sequence[tuple[PreparedRow, str]]) -> None:
+    def _overridden(self, changes: dict[str, Any]) -> SamplingParams:
+        """The job's parameters with ``changes``."""
+        try:
+            return self._params.override(changes)
+        except ValidationError as error:
+            message = describe_arguments(error, changes, type(self._params).model_fields)
+            raise RowError("bad_sampling", message) from None
+
+    def _encode(self, texts: Sequence[tuple[PreparedRow, str]], *, add_special_tokens: bool) -> None:
         for group in _groups(texts):
             short = [(item, text) for item, text in group if len(text) <= self._long_text]
-            encoded = self._tokenizer.encode_batch([text for _, text in short], add_special_tokens=not self._is_chat)
+            encoded = self._tokenizer.encode_batch([text for _, text in short], add_special_tokens=add_special_tokens)
             for (item, _), token_ids in zip(short, encoded, strict=True):
                 item.token_ids = token_ids
             for item, text in group:
                 if len(text) > self._long_text:
-                    self._encode_long(item, text)
+                    self._encode_long(item, text, add_special_tokens)
 
     @property
     def _long_text(self) -> int:
         return _LONG_CHARACTERS * self._max_model_len + _SLICE_CHARACTERS
 
-    def _encode_one(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=not self._is_chat)
-
-    def _encode_long(self, item: PreparedRow, text: str) -> None:
+    def _encode_long(self, item: PreparedRow, text: str, add_special_tokens: bool) -> None:
         """Encode a text that hardly fits, holding no more tokens at once than a few contexts' worth."""
+        encode = functools.partial(self._tokenizer.encode, add_special_tokens=add_special_tokens)
         if self._spec.too_long == "error":
-            if (count := self._hopeless(text)) is not None:
+            if (count := self._hopeless(text, encode)) is not None:
                 item.error = row_error("prompt_too_long", f"about {count} tokens; the limit is {self._limit}")
             else:
-                item.token_ids = self._encode_one(text)
+                item.token_ids = encode(text)
             return
         piece = text[: self._long_text] if self._spec.too_long == "truncate_right" else text[-self._long_text :]
-        item.token_ids = self._encode_one(piece)
+        item.token_ids = encode(piece)
         if len(item.token_ids) <= self._limit:
-            item.token_ids = self._encode_one(text)
+            item.token_ids = encode(text)
 
-    def _hopeless(self, text: str) -> int | None:
+    def _hopeless(self, text: str, encode: Callable[[str], list[int]]) -> int | None:
         """About how many tokens a text has when its beginning alone is far too long; else None."""
         count = 0
         for start in range(0, len(text), _SLICE_CHARACTERS):
-            count += len(self._encode_one(text[start : start + _SLICE_CHARACTERS]))
+            count += len(encode(text[start : start + _SLICE_CHARACTERS]))
             if count > 2 * self._limit + 64:
                 return count * len(text) // min(len(text), start + _SLICE_CHARACTERS)
         return None
 
     def _fit(self, item: PreparedRow) -> None:
-        bos = self._tokenizer.bos_token_id
-        if bos is not None and self._spec.template is not None and item.token_ids[:2] == [bos, bos]:
-            del item.token_ids[0]  # the template spells it, and the tokenizer adds it
         count = len(item.token_ids)
         if count == 0:
             item.error = row_error("bad_prompt", "the prompt is empty: it has no tokens")
@@ -165,7 +203,7 @@ class PromptBuilder:
         """Room is made for max_tokens, up to half of the context; a first token that begins the text stays."""
         max_tokens = item.params.max_tokens if item.params is not None else 1
         room = self._max_model_len - min(max_tokens, self._max_model_len // 2)
-        token_ids = item.token_ids
+        token_ids = list(item.token_ids)
         if self._spec.too_long == "truncate_right":
             return token_ids[:room]
         head = token_ids[:1] if token_ids[0] == self._tokenizer.bos_token_id else []
@@ -190,7 +228,15 @@ def chat_messages(value: Any) -> list[dict[str, Any]]:
 
 def prefix_order(rows: Sequence[PreparedRow]) -> list[PreparedRow]:
     """Rows sorted by token ids, then row number: a depth-first walk of the tree of shared prefixes."""
-    return sorted(rows, key=lambda row: (np.asarray(row.token_ids, dtype=">u4").tobytes(), row.row))
+    return sorted(rows, key=lambda row: (_big_endian(row.token_ids), row.row))
+
+
+def _big_endian(token_ids: Sequence[int]) -> bytes:
+    """Bytes that compare as the numbers do."""
+    ids = array("I", token_ids)
+    if sys.byteorder == "little":
+        ids.byteswap()
+    return ids.tobytes()
 
 
 def _templates(prompt: PromptSpec) -> list[RowTemplate]:

@@ -3,16 +3,24 @@
 What lies in ``output.path``::
 
     part-00000.parquet ...            the results, one part per split
+    errors-00000.jsonl ...            the failed rows of a split, where the format keeps them apart
     _manifest.json                    copy of the newest manifest, for people
     _batchrun/job.json                the configuration whose results these are
     _batchrun/input-<generation>.json the input's files and splits
+    _batchrun/workers/                who is at work, and how far: see batchrun.data.workers
+    _batchrun/leases/                 who may work on which split: see batchrun.data.lease
+    _batchrun/shares/                 rows of a split that its holder left to others: see batchrun.data.work
+    _batchrun/asks/                   workers that have nothing to do
     _batchrun/segments/               finished rows in order of completion, until their split is committed
     _batchrun/partials/               unfinished rows of each attempt
     _batchrun/staged/                 parts before they are published
-    _batchrun/splits/<split>-<n>.json commit records; <split>-<n>.lost is there once that record's part was lost
+    _batchrun/splits/<split>-<n>.json commit records; <split>-<n>.lost is there once that record counts no more
     _batchrun/manifests/              the chain of manifests
-    _batchrun/leases/                 who is at work
-    _batchrun/status-<attempt>.json   how far an attempt is
+    _batchrun/reruns/                 which committed splits were opened again, to run some of their rows again
+    _batchrun/kept/<split>-<n>.parquet the results of the others of its rows
+    _batchrun/stop                    whose content changes to tell all workers to stop
+    _batchrun/slurm/                  scripts and records of Slurm arrays
+    _batchrun/logs/                   logs of their tasks, unless `slurm.logs` says otherwise
     _batchrun/removing                there while all of this is being removed, to begin anew
 """
 
@@ -20,6 +28,8 @@ from __future__ import annotations
 
 import base64
 import json
+import re
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import pyarrow as pa
@@ -29,7 +39,7 @@ from batchrun.data.rows import InputFile
 from batchrun.data.store import Store
 from batchrun.errors import JobError
 
-FORMAT = 2  # of everything under _batchrun/
+FORMAT = 3  # of everything under _batchrun/
 
 HOME = "_batchrun"
 JOB = f"{HOME}/job.json"
@@ -39,6 +49,13 @@ PARTIALS = f"{HOME}/partials"
 STAGED = f"{HOME}/staged"
 SPLITS = f"{HOME}/splits"
 MANIFESTS = f"{HOME}/manifests"
+SHARES = f"{HOME}/shares"
+ASKS = f"{HOME}/asks"
+RERUNS = f"{HOME}/reruns"
+KEPT = f"{HOME}/kept"
+STOP = f"{HOME}/stop"
+SLURM = f"{HOME}/slurm"
+LOGS = f"{HOME}/logs"
 MANIFEST_COPY = "_manifest.json"
 
 START_AGAIN = "use another output.path, or --overwrite to start again"
@@ -78,6 +95,33 @@ class InputRecord(Record):
     attempt: str
     files: list[InputFile]
     splits: list[SplitEntry]
+    whole: list[int]  # indices of the files all of whose rows are in the splits
+    next_split: int  # above the numbers of all splits that there ever were
+
+
+class ShareRecord(Record):
+    """Rows of a split that the holder of it, or of an earlier share of it, left to others."""
+
+    attempt: str
+    ranges: list[tuple[int, int]]  # first row and the one after the last
+
+
+class RerunRecord(Record):
+    """Which committed splits are opened again. The rows whose results are not in KEPT are run again."""
+
+    attempt: str
+    kinds: list[str]
+    max_tokens: int | None  # in place of the job's, for these rows
+    commits: dict[int, str]  # split -> name of the commit record that is to count no more
+
+
+class StoredFile(Record):
+    """A published file, and where it lies until it is published."""
+
+    name: str
+    bytes: int
+    sha256: str
+    staged: str | None = None
 
 
 class SplitRecord(Record):
@@ -85,6 +129,7 @@ class SplitRecord(Record):
 
     split: int
     attempt: str
+    commit: str  # tells this record from all others, those too that one attempt makes of one split
     part: str  # final name
     staged: str  # where the part lies until it is published
     rows: int
@@ -97,6 +142,12 @@ class SplitRecord(Record):
     typed: bool  # see batchrun.data.parts.PartContent
     columns: dict[str, str]  # of a Parquet part: name -> Arrow type, for people
     schema_ipc: str | None  # of a Parquet part: its Arrow schema, see encoded_schema
+    errors_file: StoredFile | None = None  # where failed rows have a file of their own: that file
+
+    @property
+    def files(self) -> list[StoredFile]:
+        """Everything that is published with this record."""
+        return _files(self.part, self)
 
     @property
     def schema_arrow(self) -> pa.Schema:
@@ -109,13 +160,25 @@ class PartEntry(Record):
 
     name: str
     split: int
-    attempt: str  # that of the split's commit record: tells a record made after a loss from the one before
+    commit: str  # that of the split's commit record: tells a record made after a loss or a rerun from the one before
     rows: int
     ok: int
     errors: int
     bytes: int
     sha256: str
     staged: str | None = None  # where this manifest's own version of the part lies until it is published
+    errors_file: StoredFile | None = None  # beside the part
+    schema_ipc: str | None = None  # of a part that was written anew: the Arrow schema that it has since
+
+    @property
+    def files(self) -> list[StoredFile]:
+        """The part, and what is beside it."""
+        return _files(self.name, self)
+
+
+def _files(name: str, record: SplitRecord | PartEntry) -> list[StoredFile]:
+    part = StoredFile(name=name, bytes=record.bytes, sha256=record.sha256, staged=record.staged)
+    return [part] if record.errors_file is None else [part, record.errors_file]
 
 
 class Manifest(Record):
@@ -146,9 +209,34 @@ def split_file(number: int, n: int = 1) -> str:
     return f"{SPLITS}/{number:05d}-{n}.json"
 
 
+def unit_name(split: int, share: int = 0) -> str:
+    """The name of what is leased: a split, or a share of it, from 1 on."""
+    return f"{split:05d}.{share:03d}" if share else f"{split:05d}"
+
+
+def unit_of(name: str) -> tuple[int, int] | None:
+    """(split, share) of a unit's name; None if it is none."""
+    match = re.fullmatch(r"(\d+)(?:\.(\d+))?", name)
+    return (int(match[1]), int(match[2] or 0)) if match else None
+
+
+def share_file(split: int, share: int) -> str:
+    return f"{SHARES}/{unit_name(split, share)}.json"
+
+
+def share_of(file: str) -> tuple[int, int] | None:
+    """(split, share) of a share's record; None if it is none."""
+    return unit_of(file.removeprefix(f"{SHARES}/").removesuffix(".json"))
+
+
 def lost_mark(record: str) -> str:
-    """The name of the mark that a commit record counts no more: its part was lost."""
+    """The name of the mark that a commit record counts no more: its part was lost, or rows of it are run again."""
     return record.removesuffix(".json") + ".lost"
+
+
+def kept_file(record: str) -> str:
+    """Where the results lie that are kept when the split of that commit record is opened again."""
+    return f"{KEPT}/{record.removeprefix(f'{SPLITS}/').removesuffix('.json')}.parquet"
 
 
 def manifest_file(generation: int) -> str:
@@ -179,11 +267,27 @@ _ADVICE: dict[type[Record], str] = {
 
 def read_record(store: Store, name: str, kind: type[R]) -> R:
     """A record that must be there. Raises JobError if it is damaged or gone."""
-    advice = _ADVICE.get(kind, PUT_BACK)
-    data = store.read_if_any(name)
-    if data is None:
-        raise JobError(f"{store.path(name)} is missing: {advice}")
+    record = read_record_if_any(store, name, kind)
+    if record is None:
+        raise JobError(f"{store.path(name)} is missing: {_ADVICE.get(kind, PUT_BACK)}")
+    return record
+
+
+def read_record_if_any(store: Store, name: str, kind: type[R]) -> R | None:
+    """A record, or None if it is gone. Raises JobError if it is damaged."""
+    return next(iter(read_records(store, [name], kind).values()), None)
+
+
+def read_records(store: Store, names: Iterable[str], kind: type[R]) -> dict[str, R]:
+    """Name -> record, of those that are not gone. Raises JobError if one is damaged."""
+    every = list(names)
+    found = zip(every, store.read_each(every), strict=True)
+    return {name: _parsed(store, name, data, kind) for name, data in found if data is not None}
+
+
+def _parsed(store: Store, name: str, data: bytes, kind: type[R]) -> R:
     try:
         return kind.model_validate_json(data)
     except ValidationError as error:
-        raise JobError(f"{store.path(name)} is damaged ({error.errors()[0]['msg']}): {advice}") from error
+        reason, advice = error.errors()[0]["msg"], _ADVICE.get(kind, PUT_BACK)
+        raise JobError(f"{store.path(name)} is damaged ({reason}): {advice}") from error

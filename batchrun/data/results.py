@@ -33,8 +33,10 @@ SEGMENT_SCHEMA = pa.schema(
         ("error", pa.large_string()),
         ("logprobs", _STORED_LOGPROBS),
         ("prompt_logprobs", _STORED_LOGPROBS),
+        ("rerun_max_tokens", pa.int64()),
     ]
 )
+KEPT_SCHEMA = SEGMENT_SCHEMA.append(pa.field("answer", pa.large_string()))  # that line of OpenAI's format, as it was
 PARTIALS_SCHEMA = pa.schema(
     [
         ("split", pa.int64()),
@@ -59,6 +61,7 @@ def results_table(results: Sequence[RowResult]) -> pa.Table:
         [replace_surrogates(result.error) for result in results],
         _logprobs_array([result.logprobs for result in results]),
         _logprobs_array([result.prompt_logprobs for result in results]),
+        [result.rerun_max_tokens for result in results],
     ]
     return _table(columns, SEGMENT_SCHEMA)
 
@@ -139,14 +142,14 @@ def _token_logprobs(value: list[dict[str, Any]] | None) -> list[TokenLogprob] | 
 
 
 class Results:
-    """All results of one split, found by row.
+    """All results of one split, found by row, as KEPT_SCHEMA; ``segments`` may be without its last column.
 
     Of several results of one row a good one wins over an error, then the first in the order of ``segments``; give
     those in the order of their names, so that everyone chooses alike.
     """
 
     def __init__(self, segments: Sequence[pa.Table]) -> None:
-        table = pa.concat_tables([SEGMENT_SCHEMA.empty_table(), *segments]).combine_chunks()
+        table = pa.concat_tables([KEPT_SCHEMA.empty_table(), *segments], promote_options="default").combine_chunks()
         rows = table["row"].to_numpy()
         failed = table["error"].is_valid().to_numpy()
         order = np.lexsort((np.arange(len(rows)), failed, rows))

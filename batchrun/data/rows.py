@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableSequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +62,7 @@ class PreparedRow:
     """A row ready for the engine: token ids and parameters, or the error that it ends as."""
 
     row: int
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: MutableSequence[int] = field(default_factory=list)
     params: SamplingParams | None = None
     own_seed: bool = False  # params.seed was given by the row itself
     error: str | None = None
@@ -90,6 +91,7 @@ class RowResult:
     prompt_logprobs: list[TokenLogprob] | None = None
     error: str | None = None
     sample_index: int = 0
+    rerun_max_tokens: int | None = None  # sampling.max_tokens, where a rerun has changed it for this row
 
 
 @dataclass(slots=True)

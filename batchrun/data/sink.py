@@ -8,62 +8,63 @@ where: :mod:`batchrun.data.records`.
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import io
 import itertools
 import json
 import logging
-import re
+import uuid
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchrun.data.columns import LossyColumnError, as_json_text, unify
-from batchrun.data.lease import DEFAULT_TTL, Lease, acquire, live_attempts
+from batchrun.data.lease import alone
 from batchrun.data.parts import Layout, MissingResultError, PartContent, rewrite_part, write_part
+from batchrun.data.place import OUTPUT_LEASE, check_configuration, check_place, refuse_inputs, remove_everything
 from batchrun.data.records import (
     EMPTY_PART,
     FORMAT,
     HOME,
     JOB,
+    KEPT,
     MANIFEST_COPY,
-    MANIFESTS,
     PARTIALS,
     REMOVING,
     SEGMENTS,
     SPLITS,
     STAGED,
-    START_AGAIN,
+    STOP,
     InputRecord,
     Manifest,
     PartEntry,
     SplitEntry,
     SplitRecord,
+    StoredFile,
     decoded_schema,
     encode,
     encoded_schema,
+    kept_file,
     lost_mark,
     manifest_file,
-    split_file,
 )
 from batchrun.data.results import Results, partials_table, results_table
 from batchrun.data.rows import Batch, InputFile, PartialRow, RowResult, Split
 from batchrun.data.store import StorageError, Store, sha256_of
-from batchrun.data.view import OUTPUT_LEASE, OutputView, current_parts, has_state, part_entry, refuse_state_alone
-from batchrun.errors import JobError, without_credentials
+from batchrun.data.sweep import forget_units, free_units, is_swept, shares_of, sweep
+from batchrun.data.view import OutputView, counting_record, current_parts, part_entry
+from batchrun.data.workers import DEFAULT_TTL, Worker, timestamp
+from batchrun.errors import JobError, StoppedError, without_credentials
 from batchrun.job import OutputSpec
 
 log = logging.getLogger(__name__)
-
-_PART_NAME = re.compile(r"part-\d{5,}\.(parquet|jsonl)")
 
 
 class Batches(Protocol):
@@ -73,17 +74,18 @@ class Batches(Protocol):
 
 
 class Output(OutputView):
-    """An output that this process may write: it holds the output's lease until :meth:`close`.
+    """An output as one of its workers writes it, until :meth:`close`. Any number of workers may be at it.
 
     The methods that write are for one thread at a time.
     """
 
-    def __init__(self, store: Store, layout: Layout, configuration: dict[str, Any], lease: Lease) -> None:
+    def __init__(self, store: Store, layout: Layout, configuration: dict[str, Any], worker: Worker) -> None:
         super().__init__(store)
         self.layout = layout
         self.configuration = configuration
         self.attempt = store.writer
-        self.lease = lease
+        self.worker = worker
+        self.stop_before = store.read_if_any(STOP)  # what is there since this worker came tells it to stop
         self._counter = itertools.count()
         self._snapshot: str | None = None  # the newest partials file of this attempt
 
@@ -98,44 +100,47 @@ class Output(OutputView):
         overwrite: bool = False,
         ttl: float = DEFAULT_TTL,
     ) -> Output:
-        """Begins an output, or takes up what an earlier run left.
+        """Begins an output, or joins what others work on or have left.
 
         ``configuration`` is plain JSON data and covers what ``layout`` depends on. ``inputs`` must not lie within the
-        output. ``overwrite`` removes what batchrun wrote there before, and nothing else. ``ttl`` in seconds: see
-        :func:`batchrun.data.lease.acquire`.
+        output. ``overwrite`` removes what batchrun wrote there before, and nothing else. ``ttl`` in seconds: how long
+        this worker may be silent before others take over what it holds.
 
         The rows of a published part that is gone are to be run again, which a warning says.
 
-        Raises JobError if the output belongs to another configuration, is a directory of something else, is damaged, or
-        cannot be written; and HeldError while another process works on it.
+        Raises JobError if the output belongs to another configuration, is a directory of something else, is damaged,
+        or cannot be written; and HeldError if it is to be overwritten while others work on it.
         """
         configuration = json.loads(encode(configuration))
         try:
             store = Store(spec.path, spec.storage_options)
-            _check_place(store, overwrite=overwrite)
-            _refuse_inputs(store, inputs)
-            anew = overwrite or store.exists(REMOVING)
-            if not anew and store.exists(JOB):
-                _check_configuration(store, configuration)
-            store.probe_exclusive_create()
-            lease = acquire(store, OUTPUT_LEASE, ttl=ttl)
+            check_place(store, overwrite=overwrite)
+            refuse_inputs(store, inputs)
+            if not overwrite and store.exists(JOB):
+                check_configuration(store, configuration)
         except (StorageError, OSError, ValueError, ImportError) as error:
             raise JobError(f"output.path: {error}") from error
-        try:
-            if anew:
-                _remove_everything(store)
+        with ExitStack() as begun:
+            try:
+                worker = begun.enter_context(Worker(store, ttl=ttl))
+                store.probe_exclusive_create()  # a worker's: to those who sweep its files are no dead one's
+            except StorageError as error:
+                raise JobError(f"output.path: {error}") from error
+            if overwrite or store.exists(REMOVING):  # looked at only when other workers can see this one
+                remove_everything(store, worker, overwrite=overwrite)
             if not store.create(JOB, encode({"format": FORMAT, "configuration": configuration})):
-                _check_configuration(store, configuration)
-            output = cls(store, layout, configuration, lease)
+                check_configuration(store, configuration)
+            output = cls(store, layout, configuration, worker)
+            if output.reopened():
+                with alone(store, worker, OUTPUT_LEASE):
+                    output.take_back_commits()
             output._give_up_lost_parts()
-        except BaseException:
-            lease.release()
-            raise
+            begun.pop_all()
         return output
 
     def close(self) -> None:
-        """Releases the lease."""
-        self.lease.release()
+        """Leaves the output: what this worker holds is free for others at once."""
+        self.worker.leave()
 
     def __enter__(self) -> Output:
         return self
@@ -145,27 +150,27 @@ class Output(OutputView):
     ) -> None:
         self.close()
 
-    def record_input(self, files: Sequence[InputFile], splits: Sequence[Split]) -> None:
-        """Records the scanned input, or that it goes on with more splits than the recorded one had.
+    def record_input(
+        self, files: Sequence[InputFile], splits: Sequence[Split], whole: Collection[str], next_split: int
+    ) -> None:
+        """Records the input's files and splits, in place of what was recorded before. One worker at a time may do so.
 
-        Raises JobError if it is not the recorded input.
+        ``whole`` are the keys of the files all of whose rows are in ``splits``; ``next_split`` is above the number of
+        every split that there ever was.
         """
-        recorded = self.recorded_input()
-        if recorded is not None:
-            known = self.check_input(files)
-            if list(splits[: len(known)]) != known:
-                raise JobError(f"{self.store.url}: the input no longer splits as it did: {START_AGAIN}")
-            if len(known) == len(splits):
-                return
-        generation = max((int(name[-10:-5]) for name in self._input_records()), default=0) + 1
+        names, before = self._input_records(), self.input_record()
         place = {file.key: index for index, file in enumerate(files)}
         record = InputRecord(
             attempt=self.attempt,
             files=[replace(file, path=without_credentials(file.path)) for file in files],
             splits=[SplitEntry(**asdict(split) | {"file": place[split.file.key]}) for split in splits],
+            whole=sorted(place[key] for key in whole),
+            next_split=next_split,
         )
-        if not self.store.create(f"{HOME}/input-{generation:05d}.json", encode(record)):
-            self.record_input(files, splits)
+        if before is None or before.model_copy(update={"attempt": self.attempt}) != record:
+            generation = max((int(name[-10:-5]) for name in names), default=0) + 1
+            if not self.store.create(f"{HOME}/input-{generation:05d}.json", encode(record)):
+                raise StoppedError(f"{self.store.url}: another worker recorded the input at once; submit again")
 
     def checkpoint(self, results: Sequence[RowResult], partials: Sequence[PartialRow]) -> None:
         """Makes finished rows and the state of all unfinished ones durable.
@@ -178,33 +183,47 @@ class Output(OutputView):
             by_split[result.split].append(result)
         for split, rows in sorted(by_split.items()):
             name = f"{SEGMENTS}/{split:05d}-{self.attempt}-{next(self._counter):06d}.parquet"
-            self.store.put(name, _parquet(results_table(rows)))
+            self.store.put(name, encoded_table(results_table(rows)))
         superseded, self._snapshot = self._snapshot, None
         if partials:
             self._snapshot = f"{PARTIALS}/{self.attempt}-{next(self._counter):06d}.parquet"
-            self.store.put(self._snapshot, _parquet(partials_table(partials)))
+            self.store.put(self._snapshot, encoded_table(partials_table(partials)))
         if superseded:
             self.store.delete([superseded])
 
-    def write_status(self, status: dict[str, Any]) -> None:
-        """Leaves word of this attempt's progress: plain JSON data, replacing what it said before."""
-        status = {"attempt": self.attempt, "written": _timestamp(), **status}
-        self.store.put(f"{HOME}/status-{self.attempt}.json", encode(status))
-
-    def commit_split(self, split: Split, source: Batches) -> SplitRecord:
+    def commit_split(self, split: Split, source: Batches) -> SplitRecord | None:
         """Makes the split's part out of its segments and publishes it. Of several workers the first one's part counts.
 
-        Safe to call again after any interruption. Raises StorageError when a row has no result (its segment is
-        damaged): running the job again makes it anew.
+        None if it cannot be yet: some of its rows are left to others who have not finished them (the last of them
+        commits it), or a segment is damaged (whoever claims its rows then).
+
+        Safe to call again after any interruption. Raises StorageError when a row has no result although nothing is
+        damaged: running the job again makes it anew.
         """
-        name = self._next_record(split.number)
-        if not self.store.exists(name):
-            self._commit(split, source, name)
-        record = self._record(name)
-        self._publish(record.staged, record.part)
-        self.store.delete(self._segments(split.number))
-        self._retire_snapshots()
+        names = set(self.store.names(SPLITS))
+        name, segments = counting_record(split.number, names), self.segments().get(split.number, [])
+        if name not in names and not self._commit(split, source, name, segments) and not self.store.exists(name):
+            return None
+        record = self.record(name)
+        for file in record.files:
+            self._publish(file)
+        self.store.delete(segment for segment in segments if segment.startswith(SEGMENTS))
+        forget_units(self.store, {split.number})
         return record
+
+    def reopened(self) -> dict[int, str]:
+        """Split -> commit record, of the splits that the newest rerun opens again, where that record counts still."""
+        rerun = self.rerun()
+        commits, kept = self.commits(), set(self.store.names(KEPT))
+        opened = rerun.commits if rerun else {}
+        return {s: name for s, name in opened.items() if commits.get(s) == name and kept_file(name) in kept}
+
+    def take_back_commits(self) -> None:
+        """Makes those records count no more. For a worker that has the output alone."""
+        segments = self.segments()
+        for split, commit in self.reopened().items():
+            self.store.delete(name for name in segments.get(split, ()) if name.startswith(SEGMENTS))
+            self.store.put(lost_mark(commit), encode({"attempt": self.attempt, "noticed": timestamp()}))
 
     def finish(self, run: dict[str, Any]) -> Manifest:
         """Names what is committed in a new manifest, once all parts share one schema, and removes what none names.
@@ -213,25 +232,60 @@ class Output(OutputView):
         nothing was committed since the newest manifest, that one is returned. Raises StorageError if a published part
         is gone or has another size.
         """
+        if (settled := self._settled_manifest()) is not None:
+            return settled
+        with alone(self.store, self.worker, OUTPUT_LEASE):
+            manifest = self._finish(run)
+            if manifest.complete:
+                sweep(self, self.worker, manifest)
+            return manifest
+
+    def _settled_manifest(self) -> Manifest | None:
+        """The newest manifest, if :meth:`finish` has nothing to do: most workers of a job find that another did it."""
+        manifest, records, input_record = self.manifest(), self.committed(), self.input_record()
+        if manifest is None or not manifest.complete or input_record is None:
+            return None
+        parts, sizes = current_parts(manifest, records), self.store.sizes("")
+        settled = (
+            len(records) == len(input_record.splits)
+            and parts.keys() - {EMPTY_PART} == records.keys()
+            and len(parts) == len(manifest.parts)
+            and all(sizes.get(file.name) == file.bytes for part in parts.values() for file in part.files)
+            and self.store.read_if_any(MANIFEST_COPY) == encode(manifest)
+            and is_swept(self, manifest, sizes)
+        )
+        return manifest if settled else None
+
+    def _finish(self, run: dict[str, Any]) -> Manifest:
         newest = self.manifest()
+        try:
+            return self._follow(newest, run) or self._finish(run)
+        except StorageError:
+            if self.manifest() == newest:
+                raise
+            return self._finish(run)  # another worker took this one for gone, and published parts of its own
+
+    def _follow(self, newest: Manifest | None, run: dict[str, Any]) -> Manifest | None:
+        """The manifest after ``newest``, or that one if nothing is new; None if another worker was faster."""
         records = self.committed()
+        input_record = self.input_record()
+        complete = input_record is not None and len(records) == len(input_record.splits)
         named = self._published_parts(newest, records)
+        if newest is not None and not complete and len(named) < len(newest.parts):
+            return newest  # nothing of it is replaced before all of what replaces it is there
+        parts = [entry.files for entry in named.values()]
+        parts += [record.files for number, record in records.items() if number not in named]
+        self.publish_checked(itertools.chain.from_iterable(parts))
         if newest is not None:
-            self._settle_manifest(newest, named.values())
-        for number in sorted(records.keys() - named.keys()):
-            self._publish(records[number].staged, records[number].part)
-            self._check_published(records[number].part, records[number].bytes)
-        recorded = self.recorded_input()
-        complete = recorded is not None and records.keys() >= {split.number for split in recorded[1]}
+            self._copy(newest)
         kept = newest is not None and len(named) == len(newest.parts)
         if newest is None or not kept or newest.complete != complete or named.keys() - {EMPTY_PART} != records.keys():
             manifest = self._next_manifest(newest, named, records, run, complete=complete)
             if not self.store.create(manifest_file(manifest.generation), encode(manifest)):
-                return self.finish(run)
-            self._settle_manifest(manifest, manifest.parts)
+                return None
+            self.publish_checked(file for part in manifest.parts for file in part.files)
+            self._copy(manifest)
             newest = manifest
-        if complete:
-            self._sweep()
         return newest
 
     def _give_up_lost_parts(self) -> None:
@@ -246,38 +300,60 @@ class Output(OutputView):
             raise JobError(
                 "\n".join([f"{self.store.url} has parts that are not as they were published:", *changed, advice])
             )
-        commits = self._commits()
+        commits = self.commits()
         for fault in faults:
             if fault.part.split in commits:
-                mark = {"attempt": self.attempt, "noticed": _timestamp()}
+                mark = {"attempt": self.attempt, "noticed": timestamp()}
                 self.store.put(lost_mark(commits[fault.part.split]), encode(mark))
             log.warning("%s/%s: its %s rows are run again", self.store.url, fault, f"{fault.part.rows:,}")
 
-    def _next_record(self, split: int) -> str:
-        """The name of the commit record that counts for the split, once it is there."""
-        names = set(self.store.names(SPLITS))
-        return next(name for n in itertools.count(1) if lost_mark(name := split_file(split, n)) not in names)
+    def _commit(self, split: Split, source: Batches, name: str, segments: Sequence[str]) -> bool:
+        """Stages the split's part, made of these segments, and tries to create its commit record; False if it did not.
 
-    def _commit(self, split: Split, source: Batches, name: str) -> None:
-        """Stages the split's part and tries to create its commit record."""
-        tables = {segment: self._table(segment) for segment in self._segments(split.number)}
+        That is so when others have not finished their shares of the split, when another was faster, and when a segment
+        is damaged: its rows can be claimed again.
+        """
+        tables = self.tables(segments)
         results = Results([table for table in tables.values() if table is not None])
         with self.store.scratch() as directory:
             path = directory / "part"
             try:
                 content = write_part(path, source.batches(split), results, split, self.layout)
             except MissingResultError as error:
-                self.store.delete(segment for segment, table in tables.items() if table is None)
-                raise StorageError(f"{error}; run the same command again to make it") from error
+                if damaged := [segment for segment, table in tables.items() if table is None]:
+                    self.store.delete(damaged)
+                    free_units(self.store, {split.number}, shares_of(self.store, {split.number}))
+                elif not (shares_of(self.store, {split.number}) or self.store.exists(name) or self._is_replaced(split)):
+                    raise StorageError(f"{error}; run the same command again to make it") from error
+                return False
             record = self._split_record(split, content, path)
             self.store.put_file(path, record.staged)
-        if not self.store.create(name, encode(record)):
-            self.store.delete([record.staged])
+            if content.errors_path and record.errors_file and record.errors_file.staged:
+                self.store.put_file(content.errors_path, record.errors_file.staged)
+        if self.store.create(name, encode(record)):
+            self._records[name] = record
+            return True
+        self.store.delete(file.staged for file in record.files if file.staged)
+        return False
+
+    def _is_replaced(self, split: Split) -> bool:
+        """Whether the split is no more one of the recorded input: its file has changed since."""
+        record = self.input_record()
+        return record is not None and all(entry.number != split.number for entry in record.splits)
 
     def _split_record(self, split: Split, content: PartContent, path: Path) -> SplitRecord:
+        errors_file = None
+        if content.errors_path is not None:
+            errors_file = StoredFile(
+                name=self.layout.errors_name(split.number),
+                bytes=content.errors_path.stat().st_size,
+                sha256=sha256_of(content.errors_path),
+                staged=f"{STAGED}/{split.number:05d}-errors-{self.attempt}",
+            )
         return SplitRecord(
             split=split.number,
             attempt=self.attempt,
+            commit=uuid.uuid4().hex,
             part=self.layout.part_name(split.number),
             staged=f"{STAGED}/{split.number:05d}-{self.attempt}",
             rows=content.rows,
@@ -290,25 +366,28 @@ class Output(OutputView):
             typed=content.typed,
             columns=_described(content.schema),
             schema_ipc=encoded_schema(content.schema),
+            errors_file=errors_file,
         )
 
-    def _publish(self, staged: str | None, part: str) -> None:
-        """Publishes a committed part unless that is done."""
-        if staged is not None and self.store.exists(staged):
-            self.store.publish(staged, part)
+    def _publish(self, file: StoredFile) -> None:
+        """Publishes a committed file unless that is done."""
+        if file.staged is not None and self.store.exists(file.staged):
+            self.store.publish(file.staged, file.name)
 
-    def _check_published(self, part: str, size: int) -> None:
-        found = self.store.size(part)
-        if found != size:
-            state = "is gone" if found is None else f"has {found:,} bytes, not {size:,},"
-            raise StorageError(f"{self.store.path(part)} {state} since it was published: run the same command again")
-
-    def _retire_snapshots(self) -> None:
-        """Removes other attempts' partials of which every row is committed."""
-        committed = self._commits().keys()
-        for attempt, names in self._snapshots().items():
-            if attempt != self.attempt and {row.split for row in self._newest_snapshot(names)} <= committed:
-                self.store.delete(names)
+    def publish_checked(self, files: Iterable[StoredFile]) -> None:
+        """Publishes committed files unless that is done. Raises StorageError if one is gone or has another size."""
+        every = list(files)
+        staged = set(self.store.names(STAGED))
+        for file in every:
+            if file.staged in staged:
+                self.store.publish(file.staged, file.name)
+        sizes = self.store.sizes("")
+        for file in every:
+            found = sizes.get(file.name)
+            if found != file.bytes:
+                state = "is gone" if found is None else f"has {found:,} bytes, not {file.bytes:,},"
+                path = self.store.path(file.name)
+                raise StorageError(f"{path} {state} since it was published: run the same command again")
 
     def _next_manifest(
         self,
@@ -334,7 +413,7 @@ class Output(OutputView):
         return Manifest(
             generation=generation,
             attempt=self.attempt,
-            created=_timestamp(),
+            created=timestamp(),
             complete=complete,
             fingerprint=hashlib.sha256(encode(self.configuration)).hexdigest(),
             configuration=self.configuration,
@@ -348,7 +427,10 @@ class Output(OutputView):
         self, records: dict[int, SplitRecord], parts: dict[int, PartEntry], generation: int
     ) -> tuple[dict[int, PartEntry], pa.Schema]:
         """The parts in the one schema for all; those that have another are written anew and staged."""
-        schemas = {number: self._published_schema(records[number], parts[number]) for number in parts}
+        schemas = {
+            number: decoded_schema(entry.schema_ipc) if entry.schema_ipc else records[number].schema_arrow
+            for number, entry in parts.items()
+        }
         typed = all(record.typed for record in records.values())
         schema = unify(list(schemas.values()), self.layout.names.values(), structs_grow=typed)
         while True:
@@ -362,24 +444,17 @@ class Output(OutputView):
             except LossyColumnError as lossy:
                 schema = as_json_text(schema, lossy.column)
 
-    def _published_schema(self, record: SplitRecord, entry: PartEntry) -> pa.Schema:
-        if entry.sha256 == record.sha256:
-            return record.schema_arrow
-        with self.store.local_copy(entry.name) as path:  # an earlier manifest had it written anew
-            written = pq.read_metadata(path).metadata[b"ARROW:schema"]  # reading by it would rename what lists hold
-        return decoded_schema(written)
-
     def _rewrite(self, entry: PartEntry, schema: pa.Schema, generation: int) -> PartEntry:
         with self.store.scratch() as directory, self.store.local_copy(entry.name) as published:
             path = directory / "part"
             rewrite_part(published, path, schema)
-            return self._stage(path, entry, generation)
+            return self._stage(path, entry.model_copy(update={"schema_ipc": encoded_schema(schema)}), generation)
 
     def _empty_part(self, generation: int) -> tuple[PartEntry, pa.Schema | None]:
         """A part without rows, so that an output without any is a readable data set."""
         nothing = Split(InputFile("", "", 0, ""), 0, 1, 0)
         name = self.layout.part_name(0)
-        entry = PartEntry(name=name, split=EMPTY_PART, attempt=self.attempt, rows=0, ok=0, errors=0, bytes=0, sha256="")
+        entry = PartEntry(name=name, split=EMPTY_PART, commit=self.attempt, rows=0, ok=0, errors=0, bytes=0, sha256="")
         with self.store.scratch() as directory:
             path = directory / "part"
             content = write_part(path, [], Results([]), nothing, self.layout)
@@ -399,104 +474,19 @@ class Output(OutputView):
             del parts[EMPTY_PART]
         return parts
 
-    def _settle_manifest(self, manifest: Manifest, parts: Iterable[PartEntry]) -> None:
-        """Publishes what the manifest has staged of ``parts`` unless that is done, checks them, and copies it."""
-        for part in parts:
-            self._publish(part.staged, part.name)
-            self._check_published(part.name, part.bytes)
+    def _copy(self, manifest: Manifest) -> None:
+        """Copies the manifest for people, unless that is done."""
         copy = encode(manifest)
         if self.store.read_if_any(MANIFEST_COPY) != copy:
             self.store.put(MANIFEST_COPY, copy)
-
-    def _sweep(self) -> None:
-        """Removes what a complete output has no use for. A worker that still writes there commits nothing any more."""
-        own_status = f"{HOME}/status-{self.attempt}.json"
-        self.store.delete(self.store.names(SEGMENTS))
-        self.store.delete(self.store.names(PARTIALS))
-        self.store.delete(self.store.names(STAGED))
-        self.store.delete(name for name in self._home_files("status-") if name != own_status)
-        self.store.sweep_temporary(live_attempts(self.store))
-
-
-def _check_place(store: Store, *, overwrite: bool) -> None:
-    """Raises JobError where something else is that an output could do harm to."""
-    if store.exists(JOB) or store.exists(REMOVING):
-        return
-    if not overwrite:
-        refuse_state_alone(store)
-    elif has_state(store):
-        return
-    foreign = [name for name in store.entries() if name != HOME and not name.startswith(".")]
-    ours_by_name = [name for name in foreign if _PART_NAME.fullmatch(name) or name == MANIFEST_COPY]
-    if ours_by_name or (foreign and not overwrite):
-        shown = ", ".join([*(ours_by_name or foreign)[:3], *(["..."] if len(foreign) > 3 else [])])
-        hint = "" if ours_by_name else ", or --overwrite to write beside what is there"
-        raise JobError(f"{store.url} is not empty and no output of batchrun: {shown}; choose another output.path{hint}")
-
-
-def _refuse_inputs(store: Store, inputs: Sequence[InputFile]) -> None:
-    """Raises JobError if an input file lies within the output."""
-    root = str(Path(store.root).resolve()) if store.local else store.root
-    for file in inputs:
-        protocol, path = fsspec.core.split_protocol(file.path)
-        if store.local and protocol in (None, "file", "local"):
-            path = str(Path(path).resolve())
-        elif protocol is None or protocol not in store.fs.protocol:
-            continue
-        if path == root or path.startswith(root.rstrip("/") + "/"):
-            raise JobError(f"output.path: {store.url} holds the input file {file.path}; choose another output.path")
-
-
-def _check_configuration(store: Store, configuration: dict[str, Any]) -> None:
-    differences = _differences(OutputView(store).recorded_configuration(), configuration)
-    if differences:
-        raise JobError("\n".join([f"{store.url} holds results of other settings:", *differences, START_AGAIN]))
-
-
-def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """One line per field that differs."""
-    old, new = _dotted(before), _dotted(now)
-
-    def shown(fields: dict[str, Any], name: str) -> str:
-        return json.dumps(fields[name], ensure_ascii=False) if name in fields else "not set"
-
-    return [
-        f"  {name}: was {shown(old, name)}, is now {shown(new, name)}"
-        for name in dict.fromkeys([*old, *new])
-        if name not in old or name not in new or old[name] != new[name]
-    ]
-
-
-def _dotted(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    for name, item in value.items():
-        fields |= _dotted(item, f"{prefix}{name}.") if isinstance(item, dict) and item else {f"{prefix}{name}": item}
-    return fields
-
-
-def _remove_everything(store: Store) -> None:
-    """Removes an output, leases apart. A removal that was cut short is known by its mark, and is finished first."""
-    if not store.exists(JOB) and not store.exists(REMOVING) and not has_state(store):
-        return
-    store.put(REMOVING, b"1")
-    parts = [name for name in store.names("") if _PART_NAME.fullmatch(name)]
-    store.delete([MANIFEST_COPY, *parts])
-    for directory in (MANIFESTS, SPLITS, PARTIALS, SEGMENTS, STAGED):
-        store.delete(store.names(directory))
-    store.delete(name for name in store.names(HOME) if name != REMOVING)
-    store.sweep_temporary(alive=())
-    store.delete([REMOVING])
 
 
 def _described(schema: pa.Schema | None) -> dict[str, str]:
     return {field.name: str(field.type) for field in schema or ()}
 
 
-def _parquet(table: pa.Table) -> bytes:
+def encoded_table(table: pa.Table) -> bytes:
+    """A table as the bytes of a small Parquet file."""
     buffer = io.BytesIO()
     pq.write_table(table, buffer, compression="zstd", write_page_checksum=True)
     return buffer.getvalue()
-
-
-def _timestamp() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds")

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
 
-from batchrun.data import hub, jsonl, parquet
+from batchrun.data import hub, jsonl, openai_batch, parquet
 from batchrun.data.files import UnreadableFileError, current_version, file_format, find_files, hive_columns
 from batchrun.data.filters import Where
+from batchrun.data.patience import StorageError
 from batchrun.data.rows import Batch, InputFile, Row, Split
-from batchrun.errors import JobError, row_error
-from batchrun.job import InputSpec
+from batchrun.errors import JobError, StoppedError, row_error
+from batchrun.job import BATCH_FORMAT, InputSpec
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -44,14 +45,17 @@ class Source:
         self._jsonl = jsonl.JsonlReader(spec.storage_options)
         self._datasets: dict[str, Dataset] = {}
         self._names: dict[str, list[str]] = {}  # columns of the Parquet files scanned so far, by key
+        self._checked: dict[InputFile, list[Split]] = {}  # of the OpenAI batch files checked so far
 
     def files(self) -> list[InputFile]:
         """The input's files in their order. Raises JobError for a path that leads to none."""
-        if self.spec.format == "datasets":
+        kind = self.spec.format
+        if kind == "datasets":
             loaded = hub.load(self._paths, self.spec.dataset_options)
             self._datasets = {file.key: dataset for file, dataset in loaded.items()}
             return list(loaded)
-        files, self.skipped = find_files(self._paths, self.spec.format, self.spec.storage_options)
+        wanted = "jsonl" if kind == BATCH_FORMAT else kind
+        files, self.skipped = find_files(self._paths, wanted, self.spec.storage_options)
         return files
 
     def splits(self, files: Sequence[InputFile], first_number: int = 0) -> list[Split]:
@@ -63,6 +67,19 @@ class Source:
         """
         splits = itertools.chain.from_iterable(_each_file(self._scan, files))
         return [replace(split, number=number) for number, split in enumerate(splits, first_number)]
+
+    def check_batch(self, files: Sequence[InputFile]) -> list[openai_batch.BatchCheck]:
+        """Reads OpenAI batch files once, for :meth:`splits` too. Raises JobError that names their malformed lines."""
+        checks = {file: openai_batch.BatchCheck() for file in files}
+
+        def scan(file: InputFile) -> None:
+            options, check = self.spec.storage_options, checks[file].add
+            self._checked[file] = jsonl.scan_each(file, options, self.spec.split_rows, check)
+
+        _each_file(scan, files)
+        if faults := openai_batch.batch_faults(checks):
+            raise JobError("\n".join(f"input.path: {fault}" for fault in faults))
+        return list(checks.values())
 
     def cut(self, split: Split, n_rows: int) -> tuple[Split, Split]:
         """``split`` as its first ``n_rows`` rows and the rest, which may be none. Numbers are left as they are."""
@@ -124,9 +141,14 @@ class Source:
         return list(names) or None
 
     def _format(self, file: InputFile) -> str:
+        """How the file is read: "jsonl", "parquet" or "datasets"."""
+        if self.spec.format == BATCH_FORMAT:
+            return "jsonl"
         return self.spec.format if self.spec.format != "auto" else file_format(file.path) or "jsonl"
 
     def _scan(self, file: InputFile) -> list[Split]:
+        if file in self._checked:
+            return self._checked[file]
         if self._format(file) == "jsonl":
             return jsonl.scan(file, self.spec.storage_options, self.spec.split_rows)
         splits = self._scan_schema(file)
@@ -161,7 +183,7 @@ class Source:
         if self._format(split.file) == "datasets":
             return hub.read(split, self._dataset(split.file), self._wanted_columns())
         if current_version(split.file, self.spec.storage_options) != split.file:
-            raise JobError(f"{split.file.path}: changed while the job ran")
+            raise StoppedError(f"{split.file.path} changed while the job ran; submit again to run it as it is now")
         if self._format(split.file) == "jsonl":
             return self._jsonl.read(split)
         return parquet.read(split, self.spec.storage_options, self._wanted_columns())
@@ -194,13 +216,14 @@ class Source:
 
 def to_records(table: pa.Table) -> list[dict[str, Any]]:
     """The rows of an Arrow table as dicts; a date or time beyond Python's calendar becomes text."""
-    columns = [_to_python(column) for column in table.columns]
-    return [
-        {name: values[i] for name, values in zip(table.column_names, columns, strict=True)} for i in range(len(table))
-    ]
+    if not table.column_names:
+        return [{} for _ in range(len(table))]
+    names, columns = table.column_names, [python_values(column) for column in table.columns]
+    return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
 
 
-def _to_python(column: pa.ChunkedArray) -> list[Any]:
+def python_values(column: pa.ChunkedArray | pa.Array) -> list[Any]:
+    """The values of an Arrow column; a date or time beyond Python's calendar becomes text."""
     try:
         return list(column.to_pylist())
     except (ValueError, OverflowError):
@@ -225,6 +248,9 @@ def _each_file(read: Callable[[InputFile], T], files: Iterable[InputFile]) -> li
     def attempt(file: InputFile) -> list[T]:
         try:
             return [read(file)]
+        except StorageError as error:
+            faults.append(f"input.path: {error}")
+            return []
         except (UnreadableFileError, OSError) as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else error
             faults.append(f"input.path: {file.path}: {reason}")

@@ -11,22 +11,24 @@ import errno
 import hashlib
 import logging
 import os
-import random
 import re
 import shutil
 import tempfile
-import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from datetime import timedelta
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from batchrun.errors import JobError, StoppedError
+from batchrun.data.patience import ChangedFileError, Patience, PatientFile
+from batchrun.data.patience import StorageError as StorageError  # what every method here may raise
+from batchrun.errors import JobError
 
 log = logging.getLogger(__name__)
 
@@ -34,23 +36,13 @@ T = TypeVar("T")
 
 TEMPORARY = "_batchrun/tmp"  # files on their way into place, which a killed writer may leave behind
 
-_HOPELESS_ERRNO = {
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EROFS,
-    errno.ENAMETOOLONG,
-    errno.ENOTDIR,
-    errno.EISDIR,
-    errno.ELOOP,
-}
-_HOPELESS_TYPES = (FileNotFoundError, PermissionError, ValueError, TypeError, NotImplementedError, ImportError)
-_HOPELESS_NAMES = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "DefaultCredentialsError"}
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
-_SECRET_OPTION = re.compile(r"secret|token|key|password|credential|sas|connection_string", re.IGNORECASE)
-
-
-class StorageError(StoppedError):
-    """The storage failed for good (full, forbidden, unreachable); what was committed stays, and can be resumed."""
+_DOWNLOAD_BYTES = 8 << 20  # by one request
+_UPLOAD_PART_BYTES = 16 << 20
+_UPLOADS_AT_ONCE = 4
+_REQUESTS_AT_ONCE = 8  # of one kind, for many small files
+_UPLOAD_AGE = timedelta(hours=1)  # after which an upload that names no attempt is given up
+_ATTEMPT = re.compile(r"(?<![0-9a-f])[0-9a-f]{32}(?![0-9a-f])")  # Store.writer within a name
 
 
 class _Backend(Protocol):
@@ -65,28 +57,31 @@ class _Backend(Protocol):
     def create(self, name: str, data: bytes) -> None: ...
     def move(self, source: str, target: str) -> None: ...
     def delete(self, name: str) -> None: ...
+    def sweep_uploads(self, is_dead: Callable[[str, timedelta], bool]) -> None: ...  # by name and age
 
 
 class Store:
     """The files under ``url``: a path, a ``file://`` URL or any fsspec URL whose file system can create exclusively.
 
-    Names are relative and use ``/``. Failures that may pass are tried again for ``patience`` seconds; then, and at
-    once for those that will not pass, :class:`StorageError` is raised, with no credential in its text.
+    Names are relative and use ``/``. Failures that may pass are tried again for ``patience`` seconds (None: those of
+    :class:`Patience`); then, and at once for those that will not pass, :class:`StorageError` is raised, with no
+    credential in its text. Remote storage is not for use in a process that was forked since.
     """
 
-    def __init__(self, url: str, storage_options: dict[str, Any] | None = None, *, patience: float = 60.0) -> None:
+    def __init__(
+        self, url: str, storage_options: dict[str, Any] | None = None, *, patience: float | None = None
+    ) -> None:
         options = storage_options or {}
         self.url = re.sub(r"//[^/@]*@", "//", url).rstrip("/") or "/"
-        self.patience = patience
         self.writer = uuid.uuid4().hex  # names this object's temporary files, and whoever writes through it
-        self._secrets = [*_secrets_of(options), *re.findall(r"//([^/@]+)@", url)]
+        self._patience = Patience(url, options, patience)
         if "://" in url or "::" in url:
             # The listing cache would hide what other processes write.
             self.fs, self.root = fsspec.core.url_to_fs(url, **{**options, "use_listings_cache": False})
         else:
             self.fs, self.root = LocalFileSystem(), str(Path(url).absolute())
         self.local = isinstance(self.fs, LocalFileSystem)
-        self._backend: _Backend = _Disk(Path(self.root), self.writer) if self.local else _Objects(self.fs, self.root)
+        self._backend = self._make_backend()
 
     def __repr__(self) -> str:
         return f"Store({self.url!r})"
@@ -104,6 +99,10 @@ class Store:
         with suppress(FileNotFoundError):
             return self.read(name)
         return None
+
+    def read_each(self, names: Iterable[str]) -> list[bytes | None]:
+        """The whole files in that order, several at a time where each takes long; None for one that is absent."""
+        return self._each(self.read_if_any, names)
 
     def size(self, name: str) -> int | None:
         """Bytes in the file, or None when it is absent."""
@@ -163,24 +162,14 @@ class Store:
             try:
                 self._backend.move(staged, final)
             except FileNotFoundError:
-                if self._backend.size(final) is None:
+                if self._backend.size(staged) is not None or self._backend.size(final) is None:
                     raise
 
         self._persist("publish", final, attempt)
 
     def delete(self, names: Iterable[str]) -> None:
         """Removes files; absent ones are skipped."""
-
-        def one(name: str) -> None:
-            self._persist("delete", name, lambda: self._backend.delete(name))
-
-        every = list(names)
-        if self.local or len(every) < 2:
-            for name in every:
-                one(name)
-            return
-        with ThreadPoolExecutor(max_workers=8) as pool:
-            list(pool.map(one, every))
+        self._each(lambda name: self._persist("delete", name, lambda: self._backend.delete(name)), names)
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:
@@ -201,12 +190,20 @@ class Store:
             return
         with self.scratch() as directory:
             copy = directory / "copy"
-            self._persist("read", name, lambda: self.fs.get_file(f"{self.root}/{name}", str(copy)))
+            while not self._download(name, copy):
+                pass
             yield copy
 
-    def sweep_temporary(self, alive: Collection[str]) -> None:
-        """Removes what killed writers left half-built: all but the files of this writer and those of ``alive``."""
+    def sweep_temporary(self, living: Callable[[], Collection[str]]) -> None:
+        """Removes what killed writers left half-built: all but the files of this writer and those of ``living()``.
+
+        That is asked after the files were listed: who writes one and is known by then keeps it.
+
+        On S3 so are unfinished uploads: of this writer and of those that are not alive, and, where the name tells no
+        writer, those older than an hour.
+        """
         left = self._persist("list", TEMPORARY, lambda: self._backend.names(TEMPORARY))
+        alive = living()
         for base, is_directory in left:
             if base.split("-")[0] in {self.writer, *alive}:
                 continue
@@ -214,6 +211,11 @@ class Store:
                 shutil.rmtree(Path(self.root, TEMPORARY, base), ignore_errors=True)
             else:
                 self.delete([f"{TEMPORARY}/{base}"])
+        self._sweep_uploads({*alive} - {self.writer})  # of its own, those whose failure could not be cleared up
+
+    def has_temporary(self) -> bool:
+        """Whether some writer, this one included, has left something half-built or is about to finish it."""
+        return bool(self._persist("list", TEMPORARY, lambda: self._backend.names(TEMPORARY)))
 
     def probe_exclusive_create(self) -> None:
         """Raises JobError if the storage lets two writers create one file (some ignore the condition)."""
@@ -228,48 +230,49 @@ class Store:
                 "so results could not be committed exactly once; choose another output.path"
             )
 
+    def _sweep_uploads(self, alive: set[str]) -> None:
+        """Gives up uploads that nobody will finish. If one is given up wrongly, its writer begins it again."""
+
+        def is_dead(name: str, age: timedelta) -> bool:
+            attempts = _ATTEMPT.findall(name)
+            return not alive & set(attempts) if attempts else age > _UPLOAD_AGE
+
+        try:
+            self._persist("sweep uploads under", "", lambda: self._backend.sweep_uploads(is_dead))
+        except StorageError as error:  # many may write here who may not list uploads
+            log.warning("%s; unfinished uploads may be left there", error)
+
+    def _make_backend(self) -> _Backend:
+        if self.local:
+            return _Disk(Path(self.root), self.writer)
+        protocols = (self.fs.protocol,) if isinstance(self.fs.protocol, str) else self.fs.protocol
+        return (_S3 if "s3" in protocols else _Objects)(self.fs, self.root)
+
+    def _each(self, action: Callable[[str], T], names: Iterable[str]) -> list[T]:
+        every = list(names)
+        if self.local or len(every) < 2:
+            return [action(name) for name in every]
+        with ThreadPoolExecutor(max_workers=_REQUESTS_AT_ONCE) as pool:
+            return list(pool.map(action, every))
+
     def _persist(
         self, verb: str, name: str, action: Callable[[], T], *, passing: type[Exception] | tuple[()] = ()
     ) -> T:
-        """The action's answer, tried again while its failures may pass; those of type ``passing`` are the caller's."""
-        deadline = time.monotonic() + self.patience
-        delay = 0.1
-        while True:
-            try:
-                return action()
-            except passing:
-                raise
-            except StorageError:
-                raise
-            except Exception as error:
-                reason = self._without_secrets(f"{type(error).__name__}: {error}")
-                if _is_hopeless(error) or time.monotonic() + delay > deadline:
-                    raise StorageError(f"cannot {verb} {self.path(name)}: {reason}") from error
-                log.warning("cannot %s %s, trying again: %s", verb, self.path(name), reason)
-            time.sleep(delay * random.uniform(0.5, 1.5))  # noqa: S311
-            delay = min(2 * delay, 10.0)
+        return self._patience.run(f"{verb} {self.path(name)}", action, passing=passing)
 
-    def _without_secrets(self, text: str) -> str:
-        for secret in self._secrets:
-            text = text.replace(secret, "***")
-        return text
-
-
-def _secrets_of(options: dict[str, Any]) -> list[str]:
-    found: list[str] = []
-    for name, value in options.items():
-        if isinstance(value, dict):
-            found += _secrets_of(value)
-        elif isinstance(value, str) and value and _SECRET_OPTION.search(name):
-            found.append(value)
-    return found
-
-
-def _is_hopeless(error: Exception) -> bool:
-    """Whether trying again cannot help."""
-    if isinstance(error, _HOPELESS_TYPES) or type(error).__name__ in _HOPELESS_NAMES:
+    def _download(self, name: str, target: Path) -> bool:
+        """Copies a remote file; False if another took its place meanwhile."""
+        try:
+            with (
+                PatientFile(self.fs, f"{self.root}/{name}", self._patience, shown=self.path(name)) as source,
+                target.open("wb") as file,
+            ):
+                shutil.copyfileobj(source, file, _DOWNLOAD_BYTES)
+        except ChangedFileError:
+            return False
+        except FileNotFoundError as error:
+            raise StorageError(f"cannot read {self.path(name)}: it is gone") from error
         return True
-    return isinstance(error, OSError) and error.errno in _HOPELESS_ERRNO
 
 
 class _Disk:
@@ -327,6 +330,9 @@ class _Disk:
     def delete(self, name: str) -> None:
         (self.root / name).unlink(missing_ok=True)
 
+    def sweep_uploads(self, is_dead: Callable[[str, timedelta], bool]) -> None:
+        pass
+
     def _build(self, content: bytes | Path, finish: Callable[[Path], None]) -> None:
         """Hands ``finish`` a synced file of that content."""
         built = self.root / TEMPORARY / f"{self.writer}-{uuid.uuid4().hex}"
@@ -341,6 +347,10 @@ class _Disk:
                 file.flush()
                 os.fsync(file.fileno())
             finish(built)
+        except FileNotFoundError as error:
+            if built.exists():
+                raise
+            raise OSError(errno.ESTALE, "others removed it before it was in place", str(built)) from error
         finally:
             built.unlink(missing_ok=True)
 
@@ -404,6 +414,9 @@ class _Objects:
         with suppress(FileNotFoundError):
             self.fs.rm_file(self._key(name))
 
+    def sweep_uploads(self, is_dead: Callable[[str, timedelta], bool]) -> None:
+        """Nothing to do: Google Cloud and Azure drop unfinished uploads themselves after a week."""
+
     def _list(self, directory: str) -> list[tuple[str, dict[str, Any]]]:
         """Base name and fsspec's description of what is directly in the directory."""
         self.fs.invalidate_cache()
@@ -417,6 +430,31 @@ class _Objects:
 
     def _key(self, name: str) -> str:
         return f"{self.root}/{name}" if name else self.root
+
+
+class _S3(_Objects):
+    """S3 and what speaks its language. There, uploads that nobody finishes stay, and are billed, until removed."""
+
+    def write_file(self, source: Path, name: str) -> None:
+        options = {"chunksize": _UPLOAD_PART_BYTES, "max_concurrency": _UPLOADS_AT_ONCE}  # bounds the memory
+        self.fs.put_file(str(source), self._key(name), **options)
+
+    def sweep_uploads(self, is_dead: Callable[[str, timedelta], bool]) -> None:
+        bucket, prefix, _ = self.fs.split_path(self.root)
+        prefix = f"{prefix}/" if prefix else ""
+        page: dict[str, str] = {}
+        while True:
+            reply = self.fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix, **page)
+            now = parsedate_to_datetime(reply["ResponseMetadata"]["HTTPHeaders"]["date"])
+            for upload in reply.get("Uploads", []):
+                key = upload["Key"]
+                name = key.removeprefix(prefix)
+                if key.startswith(prefix) and is_dead(name, now - upload["Initiated"]):
+                    with suppress(FileNotFoundError):  # finished or swept since
+                        self.fs.abort_mpu(bucket, key, upload["UploadId"])
+            if not reply.get("IsTruncated"):
+                return
+            page = {"KeyMarker": reply["NextKeyMarker"], "UploadIdMarker": reply["NextUploadIdMarker"]}
 
 
 def _make_directory(directory: Path) -> None:

@@ -148,6 +148,7 @@ class RowTemplate:
             tree = _environment(whole=False).parse(source)
             environment = _environment(whole=_is_one_expression(tree))
             self._template = environment.from_string(_Concatenation().visit(environment.parse(source)))
+            self._template.globals = dict(self._template.globals)  # Jinja's chain of maps is slow to copy for each row
         except TemplateSyntaxError as error:
             raise JobError(f"{field}: line {error.lineno}: {error.message}") from None
         except RecursionError:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from batchrun.data.files import UnreadableFileError
 from batchrun.data.results import partials_table
@@ -14,6 +13,8 @@ from batchrun.data.rows import Batch, PartialRow, RowResult, Split
 from batchrun.data.sink import Output
 from batchrun.data.source import Source
 from batchrun.errors import StoppedError
+
+_MOST_CHECKPOINTS = 2  # that wait, or are being written
 
 
 class _Reread:
@@ -38,6 +39,7 @@ class Writer:
         self._interval = checkpoint_seconds
         self._thread = ThreadPoolExecutor(1, "writer")
         self._pending: deque[Future[None]] = deque()
+        self._checkpoints: deque[Future[None]] = deque()  # those of them that hold results
         self._taken = time.monotonic()  # when the newest checkpoint's state was taken
         self._took = 0.0  # seconds that the last one needed to become durable
 
@@ -55,31 +57,49 @@ class Writer:
         self,
         results: Iterable[RowResult],
         partials: list[PartialRow],
-        status: dict[str, Any],
     ) -> None:
-        """Queue a checkpoint. ``results`` may be lazy: they are taken on the writer's thread."""
+        """Queue a checkpoint; wait where two wait already, that results do not pile up.
+
+        ``results`` may be lazy: they are taken on the writer's thread.
+        """
         taken = self._taken = time.monotonic()
 
         def write() -> None:
             self._output.checkpoint(list(results), partials)
-            self._output.write_status(status)
             self._took = time.monotonic() - taken
 
         self._submit(write)
+        self._checkpoints.append(self._pending[-1])
+        while len(self._checkpoints) > _MOST_CHECKPOINTS:
+            self._checkpoints.popleft().result()
 
     def commit(self, split: Split) -> None:
-        """Queue the commit of a split whose results were all given."""
+        """Queue the commit of a split of whose rows all that this worker has to do were given."""
 
         def write() -> None:
             self._output.commit_split(split, _Reread(self._source))
 
         self._submit(write)
 
-    def _submit(self, write: Callable[[], None]) -> None:
-        """Queue work; wait where two pieces wait already. Raises what an earlier piece failed with."""
-        self._pending.append(self._thread.submit(write))
-        while self._pending and (len(self._pending) > 2 or self._pending[0].done()):
+    def settle(self, timeout: float = 0.0) -> bool:
+        """Whether nothing is queued or in progress, or will be within so many seconds.
+
+        Raises what an earlier piece failed with.
+        """
+        wait(self._pending, timeout)
+        while self._pending and self._pending[0].done():
             self._pending.popleft().result()
+        return not self._pending
+
+    def drain(self) -> None:
+        """Wait until all that was queued is durable. Raises what a piece of it failed with."""
+        while self._pending:
+            self._pending.popleft().result()
+
+    def _submit(self, write: Callable[[], None]) -> None:
+        """Queue work. Raises what an earlier piece failed with."""
+        self.settle()
+        self._pending.append(self._thread.submit(write))
 
     def __enter__(self) -> Writer:
         def prepare() -> None:
@@ -90,7 +110,7 @@ class Writer:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            while self._pending and (kind is None or issubclass(kind, Exception)):  # an interrupt does not wait
-                self._pending.popleft().result()
+            if kind is None or issubclass(kind, Exception):  # an interrupt does not wait
+                self.drain()
         finally:
             self._thread.shutdown(wait=True, cancel_futures=True)

@@ -18,7 +18,7 @@ from batchrun.data.rows import TokenLogprob
 from batchrun.engine import memory
 from batchrun.engine.blocks import BlockPool
 from batchrun.engine.calibrate import calibrated
-from batchrun.engine.executor import Executor
+from batchrun.engine.executor import Executor, thread_count
 from batchrun.engine.limits import resolve_limits
 from batchrun.engine.request import NO_TOKEN, Request, Step, StepOutput, noise_key
 from batchrun.engine.scheduler import KVGroup, Limits, Scheduler
@@ -117,7 +117,7 @@ class Engine:
             )
         torch_device, torch_dtype = torch.device(device), getattr(torch, dtype)
         decoder = self._decoder(torch_device, torch_dtype)
-        num_threads = None if spec.num_threads == "auto" else min(spec.num_threads, os.cpu_count() or 1)
+        num_threads = thread_count(spec.num_threads)
         self.step_times = self._step_times(decoder, dtype, num_threads) if device == "cpu" else None
         limits = resolve_limits(spec, device, self.step_times)
         with _allocation("engine.max_num_seqs: the rows of a step"):
@@ -183,7 +183,8 @@ class Engine:
         if len(prompt_ids) >= self.max_model_len:
             raise ValueError(f"the prompt has {len(prompt_ids)} tokens; model.max_model_len is {self.max_model_len}")
         vocab_size = self.executor.model.config.vocab_size
-        if not 0 <= min(prompt_ids) <= max(prompt_ids) < vocab_size:
+        tokens = [*prompt_ids, *output_ids]
+        if not 0 <= min(tokens) <= max(tokens) < vocab_size:
             raise ValueError(f"the prompt has token ids outside the vocabulary of {vocab_size}")
         max_total = min(len(prompt_ids) + params.max_tokens, self.max_model_len)
         if len(prompt_ids) + len(output_ids) >= max_total:
@@ -191,7 +192,7 @@ class Engine:
         eos = () if params.ignore_eos else self.tokenizer.eos_token_ids
         return Request(
             key=key,
-            tokens=[*prompt_ids, *output_ids],
+            tokens=tokens,
             n_prompt=len(prompt_ids),
             params=params,
             noise_key=noise,
@@ -204,6 +205,15 @@ class Engine:
         if self._closed:
             raise RuntimeError(_CLOSED)
         self.scheduler.add(request)
+
+    def withdraw(self, requests: Sequence[Request]) -> None:
+        """Drop these requests, which have not finished: `step` returns nothing of them any more."""
+        self.scheduler.withdraw(requests)
+
+    @property
+    def waiting(self) -> Sequence[Request]:
+        """Requests that do not run yet, in the order in which they will; some may have run before."""
+        return self.scheduler.waiting
 
     @property
     def has_work(self) -> bool:

@@ -7,6 +7,7 @@ for the device; another waits for what came out of them and makes the host's res
 
 from __future__ import annotations
 
+import os
 from array import array
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from batchrun.engine.memory import RESERVED_BLOCKS
 from batchrun.engine.request import Request, Step, StepOutput, StepRow
 from batchrun.engine.sampler import Logprobs, logprobs, sample, token_logprobs
 from batchrun.engine.transfer import Transfer, rebuilt, tensors_of
+from batchrun.job import Auto
+from batchrun.kernels.machine import slurm_processors
 from batchrun.models.decoder import Decoder
 from batchrun.models.kv_cache import KVCache, zeros
 from batchrun.sampling import SamplingParams
@@ -214,6 +217,17 @@ def largest_step(rows: int, longest: int, tokens: int, block_size: int, n_groups
         request.blocks = [array("i", [0] * -(-count // block_size)) for _ in range(n_groups)]
         requests.append(request)
     return Step([StepRow(request, 0, request.n_prompt, True, 0) for request in requests], requests)
+
+
+def thread_count(wanted: int | Auto) -> int | None:
+    """CPU threads of an operation: those ``wanted``, at most one for each processor; None: as many as there are now.
+
+    ``auto`` takes what torch takes of the processors that this process is bound to, and no more than Slurm gave it.
+    """
+    if wanted != "auto":
+        return min(wanted, os.cpu_count() or 1)
+    share = slurm_processors()
+    return None if share is None else min(share, torch.get_num_threads())
 
 
 def use_threads(count: int | None) -> None:

@@ -75,6 +75,19 @@ def _why_no_cuda() -> str | None:
     return None
 
 
+def visible_gpus() -> list[str]:
+    """What CUDA_VISIBLE_DEVICES may name, one entry for each GPU that can be used here."""
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()) not in {"", "-1"}:
+        return visible.split(",")
+    count = ctypes.c_int(0)
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return []
+    found = driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0
+    return [str(number) for number in range(count.value if found else 0)]
+
+
 def resolve_dtype(dtype: str, device: str) -> str:
     """``auto`` is ``bfloat16`` on a GPU and on a CPU that multiplies it natively, else ``float32``."""
     if dtype != "auto":

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
@@ -124,6 +124,17 @@ class Scheduler:
             self._withdraw(request)
         request.state = State.FINISHED
         request.finish_reason = reason
+
+    def withdraw(self, requests: Sequence[Request]) -> None:
+        """End requests that are not wanted any more, any number of them at once."""
+        waiting = {id(request) for request in requests if request.state is State.WAITING}
+        self.waiting = deque(request for request in self.waiting if id(request) not in waiting)
+        for request in requests:
+            if request.state is State.WAITING:
+                self._withdraw(request)
+                request.state, request.finish_reason = State.FINISHED, "abort"
+            else:
+                self.finish(request, "abort")
 
     def _note_length(self, request: Request) -> None:
         if request.params.ignore_eos:

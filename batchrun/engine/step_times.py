@@ -21,7 +21,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
 from batchrun.job import EngineSpec, ModelSpec
-from batchrun.kernels.machine import cache_dir, describe_cpu
+from batchrun.kernels.machine import cache_dir, describe_cpu, slurm_processors
 from batchrun.models.config import ModelConfig
 
 Subject = dict[str, Any]
@@ -46,8 +46,9 @@ def subject(model: ModelSpec, engine: EngineSpec, config: ModelConfig, dtype: st
 
 
 def _usable_processors() -> float:
-    """Processors that this process may run on, or as many as its container's quota of time comes to, if fewer."""
+    """Processors that this process may run on; the share of Slurm's task or of its container's time, if fewer."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    allowed = min(allowed, slurm_processors() or allowed)
     try:
         quota, period = _PROCESSOR_QUOTA.read_text(encoding="ascii").split()
         return min(allowed, int(quota) / int(period))

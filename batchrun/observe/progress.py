@@ -34,6 +34,7 @@ class Snapshot:
 
     rows: int  # finished, error rows included
     row_errors: int = 0
+    others: int = 0  # rows that other workers have finished meanwhile
     prompt_tokens: int = 0  # to compute for rows admitted so far, again for a row that is set back
     cached_tokens: int = 0  # prompt tokens taken from the prefix cache instead
     completion_tokens: int = 0  # generated, those of unfinished rows included
@@ -89,7 +90,6 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._rows_before = rows_before
-        self._rows_here = total_rows - rows_before
         self._total_rows = total_rows
         self._tokens_per_row: float | None = None
         self._tokens_per_second = 0.0
@@ -118,9 +118,13 @@ class Progress:
         self._tokens_per_row, self._tokens_per_second = tokens_per_row, tokens_per_second
         self._window = deque([(self._clock(), self._last)])
 
-    def update(self, now: Snapshot) -> None:
-        """Take note of ``now``; shown at most every half second (a bar) or 15 seconds (lines)."""
+    def update(self, now: Snapshot, total_rows: int | None = None) -> None:
+        """Take note of ``now``; shown at most every half second (a bar) or 15 seconds (lines).
+
+        ``total_rows``: as many as are known by now.
+        """
         self._last = now
+        self._total_rows = self._total_rows if total_rows is None else total_rows
         moment = self._clock()
         self._window.append((moment, now))
         while len(self._window) > 2 and self._window[1][0] <= moment - _RATE_SECONDS:
@@ -166,10 +170,16 @@ class Progress:
             return seen
         return (seen * seconds + self._tokens_per_second * (_PRIOR_SECONDS - seconds)) / _PRIOR_SECONDS
 
+    def _rows_here(self) -> int:
+        """Rows of this worker, done and to come, if it goes on to do the same share of them as it did so far."""
+        now, left = self._last, self._total_rows - self._rows_before - self._last.rows - self._last.others
+        share = now.rows / (now.rows + now.others) if now.rows else 1.0
+        return now.rows + round(max(0, left) * share)
+
     def _details(self, moment: float) -> str:
         now = self._last
         prompt_rate, output_rate = self._rates(moment)
-        left = tokens_left(now, self._rows_here, self._tokens_per_row)
+        left = tokens_left(now, self._rows_here(), self._tokens_per_row)
         eta = eta_seconds(left, self._expected_rate(moment, prompt_rate + output_rate))
         parts = [
             f"{format_count(now.prompt_tokens)}+{format_count(now.completion_tokens)} tok",
@@ -185,11 +195,11 @@ class Progress:
 
     def _show(self, moment: float) -> None:
         self._shown_at = moment
-        done = self._rows_before + self._last.rows
+        done = self._rows_before + self._last.rows + self._last.others
         if self._bar is None:
             share = f"{done / self._total_rows:.0%}" if self._total_rows else "100%"
             self.write(f"{self._name}: {done}/{self._total_rows} rows ({share}), {self._details(moment)}")
             return
-        self._bar.n = done
+        self._bar.n, self._bar.total = done, self._total_rows
         self._bar.set_postfix_str(self._details(moment), refresh=False)
         self._bar.refresh()

@@ -10,7 +10,7 @@ from batchrun.text import format_duration, table
 
 _MEANINGS = {
     EXIT_OK: "done",
-    EXIT_ROW_ERRORS: "finished with error rows: the column error says why",
+    EXIT_ROW_ERRORS: "finished with error rows: `batchrun results --where error` shows them",
     EXIT_THRESHOLD: "more rows failed than errors.error_threshold allows",
     EXIT_STOPPED: "stopped early: the same command goes on from here",
 }
@@ -27,6 +27,7 @@ class RunReport:
     ok_rows: int
     errors: Mapping[str, int] = field(default_factory=dict)  # kind of row error -> rows
     rows_before: int = 0  # finished by earlier runs
+    rows_by_others: int = 0  # finished meanwhile by other workers
     prompt_tokens: int = 0  # computed
     cached_tokens: int = 0  # taken from the prefix cache
     completion_tokens: int = 0
@@ -39,10 +40,12 @@ def summary(report: RunReport) -> str:
     rows = f"{report.total_rows:,}: {report.ok_rows:,} ok, {failed:,} errors"
     if report.errors:
         rows += " (" + ", ".join(f"{count:,} {kind}" for kind, count in sorted(report.errors.items())) + ")"
-    if left := report.total_rows - report.ok_rows - failed:
+    if left := report.total_rows - report.ok_rows - failed - report.rows_by_others * (report.exit_code == EXIT_STOPPED):
         rows += f", {left:,} to do"
     if report.rows_before:
         rows += f"; {report.rows_before:,} were done before"
+    if report.rows_by_others:
+        rows += f"; {report.rows_by_others:,} by other workers meanwhile"
     prompt = report.prompt_tokens + report.cached_tokens
     hits = report.cached_tokens / max(1, prompt)
     seconds = max(report.seconds, 1e-9)

@@ -126,9 +126,11 @@ def _cut_at_mark(rendered: str, final_text: str) -> str:
 @functools.lru_cache(maxsize=16)
 def _compile(source: str) -> jinja2.Template:
     try:
-        return _environment().from_string(source)
+        template = _environment().from_string(source)
     except jinja2.TemplateSyntaxError as error:
         raise JobError(f"the model's chat template is malformed: line {error.lineno}: {error.message}") from error
+    template.globals = dict(template.globals)  # Jinja's chain of maps is slow to copy for each conversation
+    return template
 
 
 @functools.cache

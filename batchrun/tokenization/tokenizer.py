@@ -6,11 +6,12 @@ template Jinja.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tokenizers import AddedToken
+from tokenizers import AddedToken, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from batchrun.errors import JobError
@@ -96,6 +97,17 @@ class Tokenizer:
         """The text of ``ids``; bytes that make no character become U+FFFD, ids that name no token nothing."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The UTF-8 of one token as it stands after other text, which may be a part of a character."""
+        before = self.encode("a", add_special_tokens=False)  # some tokenizers drop a text's first blank
+        text_before = self.decode(before, skip_special_tokens=False)
+        text = self.decode([*before, token_id], skip_special_tokens=False)
+        if not text.startswith(text_before):
+            text_before, text = "", self.decode([token_id], skip_special_tokens=False)
+        text = text.removeprefix(text_before)
+        own = _own_bytes(self._backend.id_to_token(token_id) or "") if "\ufffd" in text else None
+        return text.encode() if own is None else own
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -121,6 +133,23 @@ class Tokenizer:
     def _special_id(self, name: str) -> int | None:
         token = self._special_tokens.get(name)
         return None if token is None else self._backend.token_to_id(token)
+
+
+def _own_bytes(token: str) -> bytes | None:
+    """The bytes that a vocabulary's token stands for, if it spells bytes: all at once, or one as ``<0xE2>``."""
+    if match := re.fullmatch("<0x([0-9A-Fa-f]{2})>", token):
+        return bytes.fromhex(match[1])
+    table = _byte_characters()
+    return bytes(map(table.__getitem__, token)) if token and all(character in table for character in token) else None
+
+
+@functools.cache
+def _byte_characters() -> dict[str, int]:
+    """The byte of each character of a byte-level vocabulary: its own number, or of the rest, in order, those left."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    own = [ord(character) for character in alphabet if ord(character) < 256]
+    left = [byte for byte in range(256) if byte not in own]
+    return dict(zip(alphabet, [*own, *left], strict=True))
 
 
 def _from_directory(files: ModelFiles) -> tuple[Backend, dict[str, str]]:

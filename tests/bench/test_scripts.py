@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from batchrun import Engine
-from batchrun.job import ModelSpec
+from batchrun.job import ModelSpec, load_job
 from batchrun.model_files import resolve
-from tests.bench import agreement, decode_attention, scale
+from tests.bench import agreement, decode_attention, instant_feed, overhead, scale
+from tests.jobs import write_job
 from tests.marks import needs_kernels
 
 
@@ -71,3 +72,24 @@ def test_attention_is_compared_with_reading_as_many_bytes_and_the_same_blocks() 
     assert [way() for way in read.ways] == [None, None]
     row = decode_attention.compare("SmolLM2 135M", torch.bfloat16, 1, 2 << 20, 1)
     assert len(row) == len(decode_attention.HEAD)
+
+
+def test_the_overhead_of_a_run_without_its_model(tiny_model: Path, tmp_path: Path) -> None:
+    rows = overhead.write_input(tmp_path / "rows", 300)
+    job = overhead.make_job(tmp_path, rows, str(tiny_model), 100, "out")
+    usage, memory = overhead.measure(job, tokenize=False)
+    assert usage.rows == 300
+    assert usage.prompt_tokens == 300 * instant_feed.TOKENS
+    assert {"MainThread", "writer_0", "claims", "feed"} <= usage.busy.keys()
+    assert min(usage.writer["Output.checkpoint"], usage.writer["Output.commit_split"]) > 0
+    assert max(each.feed for each in memory) > 0
+    rates = overhead.stages(job)
+    assert list(rates) == ["read", "template", "tokenize", "order", "pack", "unpack"]
+    assert min(rates.values()) > 0
+
+
+def test_the_time_of_the_engines_thread(tiny_model: Path, tmp_path: Path) -> None:
+    job = write_job(tmp_path, tiny_model, [{"id": n, "text": f"row {n}"} for n in range(20)])
+    spent = overhead.time_of_engine_thread(load_job(job))
+    assert 0 < spent["steps"] < spent["running"]
+    assert 0 < spent["io"] < spent["running"]
