@@ -118,14 +118,14 @@ def _watch(workers: Sequence[_Worker], stop: StopSignals, told_to_stop: Callable
                 worker.send(signal.SIGTERM)
         for worker in workers:
             if worker.code is None:
-                _look_after(worker, stopping=stopping)
+                _look_after(worker, told_to_stop, stopping=stopping)
         time.sleep(_POLL_SECONDS)
     codes = [worker.code for worker in workers]
     ranked = (EXIT_BAD_JOB, EXIT_THRESHOLD, EXIT_ROW_ERRORS, EXIT_OK)
     return next((code for code in ranked if code in codes), EXIT_STOPPED)
 
 
-def _look_after(worker: _Worker, *, stopping: bool) -> None:
+def _look_after(worker: _Worker, told_to_stop: Callable[[], bool], *, stopping: bool) -> None:
     """Start a worker that has ended before its time again, unless it has too often, or is to end."""
     if worker.process is None:
         if stopping:
@@ -137,7 +137,7 @@ def _look_after(worker: _Worker, *, stopping: bool) -> None:
     code = worker.poll()
     if code is None:
         return
-    if code in _ENDED or code == EXIT_BAD_JOB or stopping:
+    if code in _ENDED or code == EXIT_BAD_JOB or stopping or (code == EXIT_STOPPED and told_to_stop()):
         worker.code = code if code >= 0 else EXIT_STOPPED
         return
     worker.deaths = 1 if lived > _LONG_LIFE_SECONDS else worker.deaths + 1
