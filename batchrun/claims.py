@@ -156,7 +156,7 @@ class Claims:
             self._news.set()
 
     def _look(self) -> None:
-        self._told_to_stop = self._work.is_told_to_stop()
+        self._told_to_stop = self._work.output.is_told_to_stop()
         self._finished = not self._work.todo()
         self._total_rows = self._work.total_rows()
         self._asked = not self._cessions and self._work.is_asked()

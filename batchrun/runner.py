@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
-from batchrun.data.records import STOP
 from batchrun.data.rerun import open_again
 from batchrun.data.rows import Split
 from batchrun.data.scope import splits_to_do
@@ -19,7 +18,7 @@ from batchrun.data.sink import Output
 from batchrun.data.view import OutputView
 from batchrun.data.work import Work
 from batchrun.engine.memory import head_dim
-from batchrun.errors import EXIT_OK, EXIT_ROW_ERRORS, EXIT_THRESHOLD, JobError, without_credentials
+from batchrun.errors import EXIT_OK, EXIT_ROW_ERRORS, EXIT_THRESHOLD, JobError, StoppedError, without_credentials
 from batchrun.job import JobSpec
 from batchrun.launch.supervisor import run_workers
 from batchrun.loop import Loop, all_errors
@@ -109,7 +108,15 @@ def run_local_workers(
         if rerun:  # what the rows that are run again have otherwise is recorded
             command = [*command, f"--set=sampling.max_tokens={begun.ready.job.sampling.max_tokens}"]
     with StopSignals(deadline) as stop:
-        return run_workers(command, workers, device, stop, lambda: output.store.read_if_any(STOP) != output.stop_before)
+        return run_workers(command, workers, device, stop, lambda: _is_told_to_stop(output))
+
+
+def _is_told_to_stop(output: Output) -> bool:
+    """As far as the storage tells: that it is away ends no worker from outside."""
+    try:
+        return output.is_told_to_stop()
+    except StoppedError:
+        return False
 
 
 @contextmanager

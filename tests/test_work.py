@@ -643,13 +643,13 @@ def test_finished_suspect_is_not_guilty(one_split):
 
 def test_told_to_stop(job):
     with hand(job) as one:
-        assert not one.work.is_told_to_stop()
+        assert not one.output.is_told_to_stop()
         one.output.store.put(STOP, json.dumps({"id": "1"}).encode())
-        assert one.work.is_told_to_stop()
+        assert one.output.is_told_to_stop()
         with hand(job) as two:
-            assert not two.work.is_told_to_stop()  # it came later
+            assert not two.output.is_told_to_stop()  # it came later
             one.output.store.put(STOP, json.dumps({"id": "2"}).encode())
-            assert two.work.is_told_to_stop()
+            assert two.output.is_told_to_stop()
 
 
 def test_scope(job):

@@ -85,7 +85,7 @@ class Output(OutputView):
         self.configuration = configuration
         self.attempt = store.writer
         self.worker = worker
-        self.stop_before = store.read_if_any(STOP)  # what is there since this worker came tells it to stop
+        self._stop_before = store.read_if_any(STOP)
         self._counter = itertools.count()
         self._snapshot: str | None = None  # the newest partials file of this attempt
 
@@ -137,6 +137,10 @@ class Output(OutputView):
             output._give_up_lost_parts()
             begun.pop_all()
         return output
+
+    def is_told_to_stop(self) -> bool:
+        """Whether somebody has, since this worker came, told all workers to stop."""
+        return self.store.read_if_any(STOP) != self._stop_before
 
     def close(self) -> None:
         """Leaves the output: what this worker holds is free for others at once."""

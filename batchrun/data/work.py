@@ -17,7 +17,6 @@ from batchrun.data.lease import Lease, LeaseListing, read_lease, read_suspects, 
 from batchrun.data.records import (
     ASKS,
     SHARES,
-    STOP,
     InputRecord,
     ShareRecord,
     encode,
@@ -87,7 +86,7 @@ class Work:
     """
 
     def __init__(self, output: Output, files: Iterable[InputFile], scope: Collection[int] | None = None) -> None:
-        self._output = output
+        self.output = output
         self._store = output.store
         self._watch = Watch(output.store, output.worker.owner.ttl)
         self._paths = {file.key: file.path for file in files}
@@ -98,7 +97,7 @@ class Work:
 
     def splits(self) -> list[Split]:
         """The splits to have done."""
-        record = self._output.input_record()
+        record = self.output.input_record()
         if record is not self._splits[0]:
             found = splits_of(record) if record else []
             self._splits = (record, [s for s in found if self._scope is None or s.number in self._scope])
@@ -110,7 +109,7 @@ class Work:
 
     def todo(self) -> list[Split]:
         """Those that are not committed."""
-        commits = self._output.commits()
+        commits = self.output.commits()
         return [split for split in self.splits() if split.number not in commits]
 
     def claim(self, rows: int) -> list[Claim]:
@@ -127,14 +126,14 @@ class Work:
         scene = _Scene()
         if not candidates:
             return scene
-        scene.segments = self._output.segments()
+        scene.segments = self.output.segments()
         scene.shares = self._share_numbers()
-        rerun = self._output.rerun()
+        rerun = self.output.rerun()
         if rerun is not None and rerun.max_tokens is not None:
-            scene.max_tokens = dict.fromkeys(self._output.rerun_splits(), rerun.max_tokens)
+            scene.max_tokens = dict.fromkeys(self.output.rerun_splits(), rerun.max_tokens)
         if any(unit.epoch for unit in candidates):
             splits = {unit.split.number for unit in candidates}
-            for (split, row), partial in self._output.partials(splits).items():
+            for (split, row), partial in self.output.partials(splits).items():
                 scene.partials.setdefault(split, {})[row] = partial
         return scene
 
@@ -144,7 +143,7 @@ class Work:
         while candidates and _rows_of(taken) < rows:
             unit = candidates.pop(0)
             split = unit.split.number
-            done = frozenset(self._output.rows_in(scene.segments.get(split, ())))
+            done = frozenset(self.output.rows_in(scene.segments.get(split, ())))
             shares = self._shares(split, scene)
             if unit.share not in {0, *shares}:
                 continue  # the split is committed
@@ -165,7 +164,7 @@ class Work:
 
     def _still_open(self, taken: list[Claim]) -> list[Claim]:
         """Those of the claims whose splits are not committed, once that is looked at after they were taken."""
-        commits = self._output.commits() if taken else {}
+        commits = self.output.commits() if taken else {}
         if late := [claim.unit for claim in taken if claim.split.number in commits]:
             remove_leases(self._store, late)  # they were, before these were taken
         return [claim for claim in taken if claim.split.number not in commits]
@@ -181,7 +180,7 @@ class Work:
 
     def cede(self, claim: Claim, rows: Collection[int]) -> None:
         """Leaves rows of a claimed unit to others: not begun, nor to be begun by this worker."""
-        record = ShareRecord(attempt=self._output.attempt, ranges=ranges_of(rows))
+        record = ShareRecord(attempt=self.output.attempt, ranges=ranges_of(rows))
         split = claim.split.number
         for share in itertools.count(max(self._share_numbers().get(split, ()), default=0) + 1):
             if self._store.create(share_file(split, share), encode(record)):
@@ -190,28 +189,24 @@ class Work:
     def ask(self) -> None:
         """Lets the others know that this worker has nothing to do."""
         if not self._asking:
-            self._store.put(f"{ASKS}/{self._output.attempt}", b"1")
+            self._store.put(f"{ASKS}/{self.output.attempt}", b"1")
         self._asking = True
 
     def stop_asking(self) -> None:
         if self._asking:
-            self._store.delete([f"{ASKS}/{self._output.attempt}"])
+            self._store.delete([f"{ASKS}/{self.output.attempt}"])
         self._asking = False
 
     def is_asked(self) -> bool:
         """Whether another worker has nothing to do, and finds nothing that it could claim."""
         asking = [name.removeprefix(f"{ASKS}/") for name in self._store.names(ASKS)]
-        others = [attempt for attempt in asking if attempt != self._output.attempt and not self._watch.is_gone(attempt)]
+        others = [attempt for attempt in asking if attempt != self.output.attempt and not self._watch.is_gone(attempt)]
         return len(others) > 0 and len(others) > len(self._candidates(self.todo()))
-
-    def is_told_to_stop(self) -> bool:
-        """Whether somebody has, since this worker came, told all workers to stop."""
-        return self._store.read_if_any(STOP) != self._output.stop_before
 
     def survey(self) -> Survey:
         rows = {}
         for attempt in worker_attempts(self._store):
-            worker = None if attempt == self._output.attempt else read_worker(self._store, attempt)
+            worker = None if attempt == self.output.attempt else read_worker(self._store, attempt)
             if worker is not None and isinstance(finished := worker.progress.get("finished"), int):
                 rows[attempt] = finished
         return Survey(max(1, len(self._watch.living())), rows)
@@ -234,7 +229,7 @@ class Work:
 
     def _left(self, units: list[_Unit]) -> list[_Unit]:
         """Those of the units whose last holders are gone, with these."""
-        gone = {self._output.attempt: False}
+        gone = {self.output.attempt: False}
         left = []
         known, self._holders = self._holders, {}
         for unit in units:
@@ -248,7 +243,7 @@ class Work:
 
     def _next_lease(self, unit: _Unit, done: tuple[int, int], scene: _Scene) -> Lease:
         """The lease to take, with what is known of how earlier holders fared."""
-        lease = Lease(unit.name, unit.epoch + 1, self._output.attempt, done=done)
+        lease = Lease(unit.name, unit.epoch + 1, self.output.attempt, done=done)
         holder = unit.holder
         if holder is None or not self._died(holder.attempt, scene):
             return lease
