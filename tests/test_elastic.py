@@ -257,7 +257,7 @@ def test_truncated_rows_are_run_again(
 @pytest.mark.parametrize("how", ["cancel", "time"])
 def test_local_workers_that_are_told_to_stop_are_not_started_again(tmp_path: Path, tiny_model: Path, how: str) -> None:
     job = write_job(tmp_path, tiny_model, rows(160), **SECTIONS)
-    options = ["--max-time", "8"] if how == "time" else []
+    options = ["--max-time", "4"] if how == "time" else []
     with subprocess.Popen([*workers_command(job), *options], stderr=subprocess.PIPE, text=True) as supervisor:
         assert supervisor.stderr is not None
         if how == "cancel":

@@ -40,6 +40,7 @@ class Writer:
         self._thread = ThreadPoolExecutor(1, "writer")
         self._pending: deque[Future[None]] = deque()
         self._checkpoints: deque[Future[None]] = deque()  # those of them that hold results
+        self._failed = False
         self._taken = time.monotonic()  # when the newest checkpoint's state was taken
         self._took = 0.0  # seconds that the last one needed to become durable
 
@@ -97,9 +98,19 @@ class Writer:
             self._pending.popleft().result()
 
     def _submit(self, write: Callable[[], None]) -> None:
-        """Queue work. Raises what an earlier piece failed with."""
+        """Queue work, to be done unless a piece before it fails. Raises what an earlier piece failed with."""
+
+        def attempt() -> None:
+            if self._failed:  # what comes after builds on it, and its own fault would hide the first
+                return
+            try:
+                write()
+            except BaseException:
+                self._failed = True
+                raise
+
         self.settle()
-        self._pending.append(self._thread.submit(write))
+        self._pending.append(self._thread.submit(attempt))
 
     def __enter__(self) -> Writer:
         def prepare() -> None:
