@@ -53,9 +53,9 @@ class Priorities:
     """Decisions at random that find rare orders: tasks have priorities, and the first able one goes on.
 
     At some steps the task that is first, or all of its process, becomes the last: see Burckhardt et al., "A Randomized
-    Scheduler with Probabilistic Guarantees of Finding Bugs". At some its process stops for long, while time passes
-    for the others, who may think that it is gone. Now and then something fails. After twice ``steps`` all get their
-    turns, so that who waits for another, looking again and again, does not keep that one from going on.
+    Scheduler with Probabilistic Guarantees of Finding Bugs". At some it, or its process, stops for long, while time
+    passes for the others, who may think that it is gone. Now and then something fails. After twice ``steps`` all get
+    their turns, so that who waits for another, looking again and again, does not keep that one from going on.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Priorities:
         self._mishaps = mishaps
         self._fair_from = 2 * steps
         self._priorities: dict[Process | Task, float] = {}
-        self._stalled: dict[Process, int] = {}  # until that step
+        self._stalled: dict[Process | Task, int] = {}  # until that step
         self._step = 0
 
     def __call__(self, options: Sequence[Option]) -> int:
@@ -82,7 +82,7 @@ class Priorities:
         if self._rng.random() < self._mishaps:
             return self._rng.randrange(len(options))
         going = [place for place, (_, action) in enumerate(options) if action == GO]
-        awake = [place for place in going if self._stalled.get(options[place][0].process, 0) < self._step] or going
+        awake = [place for place in going if self._is_awake(options[place][0])] or going
         able = [place for place in awake if options[place][0].is_able()]
         if not able:
             return awake[0]
@@ -93,8 +93,11 @@ class Priorities:
         if self._step in self._demotions:
             self._priorities[self._rng.choice([task, task.process])] = -self._step
         if self._step in self._stalls:
-            self._stalled[task.process] = self._step + self._rng.choice([100, 300, 1000])
+            self._stalled[self._rng.choice([task, task.process])] = self._step + self._rng.choice([100, 300, 1000])
         return first
+
+    def _is_awake(self, task: Task) -> bool:
+        return max(self._stalled.get(task, 0), self._stalled.get(task.process, 0)) < self._step
 
     def _priority(self, task: Task) -> tuple[float, float]:
         of_process = self._priorities.setdefault(task.process, self._rng.random())

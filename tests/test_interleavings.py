@@ -39,6 +39,8 @@ from batchrun.data.records import (
     SPLITS,
     Manifest,
     SplitRecord,
+    StoredFile,
+    kept_file,
     lost_mark,
     unit_of,
 )
@@ -49,7 +51,7 @@ from batchrun.data.scope import splits_to_do
 from batchrun.data.sink import Output
 from batchrun.data.source import Source
 from batchrun.data.store import StorageError, Store
-from batchrun.data.view import OutputView
+from batchrun.data.view import OutputView, counting_record
 from batchrun.data.work import Claim, Work
 from batchrun.data.workers import Watch, Worker
 from batchrun.errors import BatchrunError, JobError, StoppedError
@@ -62,6 +64,7 @@ TTL = 4.0
 STEP = 1.5  # seconds that the engine needs for a few rows
 FAILING = {"r2", "s1"}  # ids whose rows fail, unless a rerun runs them
 FIRST = {"a": ["r1", "r2", "r3", "r4", "r5", "r6", "r7"], "b": ["s1", "s2"]}
+MANY = {"a": [f"r{i}" for i in range(1, 13)], "b": FIRST["b"]}
 SECOND = {"a": FIRST["a"], "b": ["s1", "s3", "s4"], "c": ["t1", "t2"]}
 
 
@@ -74,7 +77,11 @@ class Rows:
         self.write(FIRST)
 
     def write(self, files: dict[str, list[str]]) -> None:
+        """Makes these the input, in place of what was."""
         self.files = files
+        for path in (self.folder / "in").glob("*.jsonl"):
+            if path.stem not in files:
+                path.unlink()
         for name, ids in files.items():
             path = self.folder / "in" / f"{name}.jsonl"
             records = [{"id": i, "text": f"{i}{len(ids)}", "n": 1 if name == "a" else "x"} for i in ids]
@@ -227,7 +234,13 @@ class Witness:
         newer = {record.sha256 for record in found.values() if record.part == name and record.commit != part.commit}
         counts = any(record.commit == part.commit and lost_mark(n) not in objects for n, record in found.items())
         now = sha256(objects.get(name))
-        assert now == part.sha256 or (not counts and now in newer), f"{name} changed"
+        replaced = not counts and now in newer and self._is_all_committed(manifest)
+        assert now == part.sha256 or replaced, f"{name} changed"
+
+    def _is_all_committed(self, manifest: Manifest) -> bool:
+        """Whether every split of the manifest has a commit record that counts."""
+        names = {name for name in self.world.objects if name.startswith(f"{SPLITS}/")}
+        return all(counting_record(part.split, names) in names for part in manifest.parts)
 
     @property
     def lenient(self) -> bool:
@@ -309,11 +322,13 @@ def is_fair(error: BaseException) -> bool:
 
 def together(world: World, rows: Rows, n: int) -> None:
     """All do the same."""
+    rows.write(FIRST)
     run_and_finish(world, rows, [Submit(rows.job)] * n)
 
 
 def sharing(world: World, rows: Rows, n: int) -> None:
     """There are more workers than splits, so that some leave rows to others."""
+    rows.write(MANY)
     whole = Submit(make_job(rows.folder, split_rows=100))
     run_and_finish(world, rows, [whole] * (n + 1), last=whole)
 
@@ -328,18 +343,26 @@ def changing(world: World, rows: Rows, n: int) -> None:
         rows.write(SECOND)
 
     rows.write(FIRST)
-    (rows.folder / "in" / "c.jsonl").unlink(missing_ok=True)
     run_and_finish(world, rows, [change, *[Submit(rows.job)] * n])
 
 
 def rerunning(world: World, rows: Rows, n: int) -> None:
-    """One of them has what failed run again."""
-    others = [Submit(rows.job)] * (n - 1)
-    run_and_finish(world, rows, [*others, delayed(Submit(rows.job, rerun_failed), 4.0)])
+    """One of them has what failed run again, once something is committed."""
+
+    def again(store: Store) -> None:
+        for _ in range(20):  # all may have died
+            if store.names(SPLITS):
+                break
+            time.sleep(1.0)
+        Submit(rows.job, rerun_failed)(store)
+
+    rows.write(FIRST)
+    run_and_finish(world, rows, [*[Submit(rows.job)] * (n - 1), again])
 
 
 def overwriting(world: World, rows: Rows, n: int) -> None:
     """One begins anew, with other settings, what one or two have left, while others with old or new ones come too."""
+    rows.write(FIRST)
     ones = [Submit(rows.job)] * (n // 2)
     anew = Submit(rows.job, overwrite=True, max_tokens=6)
     others = [Submit(rows.job, max_tokens=5 + place % 2) for place in range(n - 1)]
@@ -354,16 +377,6 @@ def overwriting(world: World, rows: Rows, n: int) -> None:
             anew(store)  # what somebody wrote who was wrongly thought to be gone may make no sense
 
     run_and_finish(world, rows, ones, [anew, *others], last=last)
-
-
-def delayed(worker: Callable[[Store], None], seconds: float) -> Callable[[Store], None]:
-    """The worker, which comes after so long; it may be much later."""
-
-    def late(store: Store) -> None:
-        time.sleep(seconds)
-        worker(store)
-
-    return late
 
 
 Scenario = Callable[[World, Rows, int], None]
@@ -447,12 +460,27 @@ def record_and_remove(output: Output, files: Any, splits: Sequence[Split], *othe
     output.store.delete(name for name in output.store.names("") if name.startswith("part-") and name not in current)
 
 
-record_input = Output.record_input
+def keep_after_the_mark(
+    output: Output, source: Source, split: Split, commit: str, part: Sequence[StoredFile], kinds: Sequence[str]
+) -> int:
+    """Takes a commit back before what is kept of its part is durable."""
+    count = keep_others(output, source, split, commit, part, kinds)
+    if count:
+        kept = output.store.read(kept_file(commit))
+        output.store.delete([kept_file(commit)])
+        output.store.put(lost_mark(commit), b"{}")
+        output.store.put(kept_file(commit), kept)
+    return count
+
+
+record_input, keep_others = Output.record_input, rerun._keep_others
 # Each: where the search begins (near a world that finds it), the scenario, and what is replaced by what.
 FAULTS: dict[str, tuple[int, Scenario, Any, str, Any]] = {
     "a part without all rows": (202, sharing, sink, "write_part", write_what_is_there),
     "segments of others removed": (206, together, sink, "forget_units", forget_all),
     "a removal before its time": (271, changing, Output, "record_input", record_and_remove),
+    "a commit before its cession": (225, sharing, Claims, "is_ceding", lambda *_: False),
+    "a rerun's mark before its kept rows": (275, rerunning, rerun, "_keep_others", keep_after_the_mark),
     "a removal that looks for nobody": (205, overwriting, Watch, "others", lambda *_: []),
 }
 

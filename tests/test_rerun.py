@@ -12,10 +12,13 @@ import pytest
 from click.testing import CliRunner
 
 from batchrun.cli import main
+from batchrun.data.reader import Result, Selection
 from batchrun.data.records import HOME, KEPT, RERUNS, STAGED
 from batchrun.data.rerun import open_again
 from batchrun.data.rows import RowResult, TokenLogprob
+from batchrun.data.sink import Output
 from batchrun.data.store import Store
+from batchrun.data.view import OutputView
 from batchrun.errors import EXIT_BAD_JOB, JobError
 from batchrun.job import JobSpec
 from batchrun.observe.status import read_status
@@ -482,6 +485,40 @@ def test_worker_runs_rows_again_that_it_had_committed_itself(folder, job):
         assert (manifest.generation, manifest.errors) == (2, 0)
     assert records(folder)["r2"]["generated_text"] == "second of 2"
     assert run_job(job) == (manifest, [])
+
+
+def test_readers_see_the_result_before_until_all_of_the_rerun_is_there(folder, job):
+    def shown():
+        return {row["custom_id"]: row for row in Result(OutputView.at(job.output.path)).records(Selection())}
+
+    run_first(job)
+    before = shown()
+    open_rerun(job, "failed", "truncated")
+    with hand(job) as worker:
+        while claim := worker.claim():
+            worker.run(claim, answer=second_answer)
+            worker.commit(claim)
+            assert shown() == before
+        worker.finish()
+    assert shown() == records(folder) != before
+
+
+def test_opener_dies_before_its_rerun_counts(folder, job, monkeypatch):
+    """Who is at work, and finds all committed, does not take it back."""
+    run_first(job)
+    with hand(job) as worker:
+        with monkeypatch.context() as patch:
+            patch.setattr(Output, "take_back_commits", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                open_rerun(job, "failed")
+        assert worker.claim() is None
+        assert worker.finish().errors == 2
+    manifest, answered = run_job(job, answer=second_answer)
+    assert (answered, manifest.errors, leftovers(folder)) == ([(0, 2), (1, 7)], 0, [])
+
+
+def interrupted(output):
+    raise KeyboardInterrupt
 
 
 def test_opened_between_any_two_operations_of_a_joining_worker(folder, job):

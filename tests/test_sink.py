@@ -31,8 +31,8 @@ from batchrun.data.source import Source
 from batchrun.data.store import StorageError, Store, sha256_of
 from batchrun.data.view import OutputView
 from batchrun.data.work import Work
-from batchrun.data.workers import WORKERS
-from batchrun.errors import JobError
+from batchrun.data.workers import WORKERS, Watch
+from batchrun.errors import JobError, StoppedError
 from batchrun.observe.status import read_status
 from tests.outputs import (
     KILLED,
@@ -391,6 +391,22 @@ def test_output_of_dead_workers_is_overwritten(folder, job):
     assert len(run_job(job)[1]) == 7
 
 
+def test_worker_whose_output_others_begin_anew(folder, job, monkeypatch):
+    """It was silent for so long that they took it for gone. Nothing of it gets into theirs."""
+    with hand(job) as late:
+        claim = late.claim()
+        late.run(claim)
+        with monkeypatch.context() as patch:
+            patch.setattr(Watch, "is_gone", lambda *_: True)
+            other = make_job(folder, sampling={"max_tokens": 7})
+            open_output(other, overwrite=True).close()
+        for action in (lambda: late.run(claim), lambda: late.commit(claim), late.finish):
+            with pytest.raises(StoppedError, match="begun anew by others"):
+                action()
+        manifest, answered = run_job(other)
+        assert (manifest.complete, len(answered)) == (True, manifest.rows)
+
+
 def test_workers_that_overwrite_and_join_at_once(folder, job):
     """Each begins anew or is refused; whoever got in does its work undisturbed."""
     run_job(job)
@@ -492,7 +508,8 @@ def test_requests_of_a_commit(tmp_path):
             record = worker.commit(claim)
         segments = 2
         assert len([name for verb, name in done if verb == "list"]) == 5
-        assert len(done) == 5 + 2 * segments + 5  # of which the last stage, create, look, publish and end the lease
+        # The last six stage, ask whose output it is, create, look, publish and end the lease.
+        assert len(done) == 5 + 2 * segments + 6
         with open_output(job) as other:
             assert other.committed() == {0: record}
 

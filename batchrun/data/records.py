@@ -74,6 +74,7 @@ class JobRecord(Record):
     """What the output belongs to."""
 
     format: int
+    id: str = ""  # tells this output from those that others have begun anew in its place
     configuration: dict[str, Any]
 
 

@@ -43,6 +43,7 @@ from batchrun.data.records import (
     STAGED,
     STOP,
     InputRecord,
+    JobRecord,
     Manifest,
     PartEntry,
     SplitEntry,
@@ -54,6 +55,8 @@ from batchrun.data.records import (
     kept_file,
     lost_mark,
     manifest_file,
+    read_record_if_any,
+    split_file,
 )
 from batchrun.data.results import Results, partials_table, results_table
 from batchrun.data.rows import Batch, InputFile, PartialRow, RowResult, Split
@@ -85,6 +88,7 @@ class Output(OutputView):
         self.configuration = configuration
         self.attempt = store.writer
         self.worker = worker
+        self._id = self._recorded_id()
         self._stop_before = store.read_if_any(STOP)
         self._counter = itertools.count()
         self._snapshot: str | None = None  # the newest partials file of this attempt
@@ -128,7 +132,8 @@ class Output(OutputView):
                 raise JobError(f"output.path: {error}") from error
             if overwrite or store.exists(REMOVING):  # looked at only when other workers can see this one
                 remove_everything(store, worker, overwrite=overwrite)
-            if not store.create(JOB, encode({"format": FORMAT, "configuration": configuration})):
+            job = JobRecord(format=FORMAT, id=store.writer, configuration=configuration)
+            if not store.create(JOB, encode(job)):
                 check_configuration(store, configuration)
             output = cls(store, layout, configuration, worker)
             if output.reopened():
@@ -141,6 +146,19 @@ class Output(OutputView):
     def is_told_to_stop(self) -> bool:
         """Whether somebody has, since this worker came, told all workers to stop."""
         return self.store.read_if_any(STOP) != self._stop_before
+
+    def check_same(self) -> None:
+        """Raises StoppedError if others have begun the output anew since this worker came.
+
+        They do so where none is at work; one that was silent for long seems not to be. Nothing of it may get into
+        theirs: it is to ask before it writes.
+        """
+        if self._recorded_id() != self._id:
+            raise StoppedError(f"{self.store.url} was begun anew by others, who took this worker for gone")
+
+    def _recorded_id(self) -> str | None:
+        job = read_record_if_any(self.store, JOB, JobRecord)
+        return None if job is None else job.id
 
     def close(self) -> None:
         """Leaves the output: what this worker holds is free for others at once."""
@@ -182,6 +200,7 @@ class Output(OutputView):
         ``partials`` replaces what this attempt said before: a row may be missing from it once its result is in
         ``results`` of this call or an earlier one.
         """
+        self.check_same()
         by_split: dict[int, list[RowResult]] = defaultdict(list)
         for result in results:
             by_split[result.split].append(result)
@@ -198,6 +217,9 @@ class Output(OutputView):
     def commit_split(self, split: Split, source: Batches) -> SplitRecord | None:
         """Makes the split's part out of its segments and publishes it. Of several workers the first one's part counts.
 
+        A part that follows an earlier one of the split, which readers may be at, is left staged: :meth:`finish`
+        publishes all of these together.
+
         None if it cannot be yet: some of its rows are left to others who have not finished them (the last of them
         commits it), or a segment is damaged (whoever claims its rows then).
 
@@ -209,7 +231,7 @@ class Output(OutputView):
         if name not in names and not self._commit(split, source, name, segments) and not self.store.exists(name):
             return None
         record = self.record(name)
-        for file in record.files:
+        for file in record.files if name == split_file(split.number) else ():
             self._publish(file)
         self.store.delete(segment for segment in segments if segment.startswith(SEGMENTS))
         forget_units(self.store, {split.number})
@@ -224,8 +246,9 @@ class Output(OutputView):
 
     def take_back_commits(self) -> None:
         """Makes those records count no more. For a worker that has the output alone."""
-        segments = self.segments()
-        for split, commit in self.reopened().items():
+        reopened = self.reopened()
+        segments = self.segments() if reopened else {}
+        for split, commit in reopened.items():
             self.store.delete(name for name in segments.get(split, ()) if name.startswith(SEGMENTS))
             self.store.put(lost_mark(commit), encode({"attempt": self.attempt, "noticed": timestamp()}))
 
@@ -233,12 +256,14 @@ class Output(OutputView):
         """Names what is committed in a new manifest, once all parts share one schema, and removes what none names.
 
         ``run`` is what this run says of itself (model revision, versions, device); nothing in it may be secret. If
-        nothing was committed since the newest manifest, that one is returned. Raises StorageError if a published part
-        is gone or has another size.
+        nothing was committed since the newest manifest, that one is returned; so it is while rows of it are run again.
+        Raises StorageError if a published part is gone or has another size.
         """
         if (settled := self._settled_manifest()) is not None:
             return settled
         with alone(self.store, self.worker, OUTPUT_LEASE):
+            self.check_same()
+            self.take_back_commits()  # who opened a rerun may have died before it had
             manifest = self._finish(run)
             if manifest.complete:
                 sweep(self, self.worker, manifest)
@@ -328,12 +353,14 @@ class Output(OutputView):
                     self.store.delete(damaged)
                     free_units(self.store, {split.number}, shares_of(self.store, {split.number}))
                 elif not (shares_of(self.store, {split.number}) or self.store.exists(name) or self._is_replaced(split)):
+                    self.check_same()
                     raise StorageError(f"{error}; run the same command again to make it") from error
                 return False
             record = self._split_record(split, content, path)
             self.store.put_file(path, record.staged)
             if content.errors_path and record.errors_file and record.errors_file.staged:
                 self.store.put_file(content.errors_path, record.errors_file.staged)
+        self.check_same()
         if self.store.create(name, encode(record)):
             self._records[name] = record
             return True
