@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,16 +31,20 @@ class _Duration(click.ParamType[float]):
             self.fail(str(error), param, ctx)
 
 
-class _RerunKinds(click.ParamType[tuple[str, ...]]):
-    name = "kinds"
+class _Some(click.ParamType[tuple[str, ...]]):
+    """Some of the names that a constant of a module holds, with commas between them."""
+
+    name = "names"
+
+    def __init__(self, module: str, constant: str) -> None:
+        self._module, self._constant = module, constant
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
-        from batchrun.job import RERUN_KINDS
-
-        kinds = value if isinstance(value, tuple) else tuple(value.split(","))
-        if unknown := [kind for kind in kinds if kind not in RERUN_KINDS]:
-            self.fail(f"{unknown[0]!r}: choose from {', '.join(RERUN_KINDS)}", param, ctx)
-        return kinds
+        known = getattr(import_module(self._module), self._constant)
+        names = value if isinstance(value, tuple) else tuple(name.strip() for name in value.split(","))
+        if unknown := [name for name in names if name not in known]:
+            self.fail(f"{unknown[0]!r}: choose from {', '.join(known)}", param, ctx)
+        return names
 
 
 class _Commands(click.Group):
@@ -72,6 +77,7 @@ _job = click.argument("job", type=click.Path(dir_okay=False))
 _target = click.argument("target", metavar="JOB|OUT")
 _set = click.option("--set", "overrides", multiple=True, metavar="A.B=VALUE", help="Override a field; VALUE is YAML.")
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+_dtype = click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto")
 _file = click.Path(dir_okay=False, path_type=Path)
 
 
@@ -117,7 +123,7 @@ def plan(job: str, overrides: tuple[str, ...], limit: int | None, as_json: bool)
 @click.option("--workers", type=click.IntRange(min=1), help="Workers to run, each on a GPU or processors of its own.")
 @click.option(
     "--rerun",
-    type=_RerunKinds(),
+    type=_Some("batchrun.job", "RERUN_KINDS"),
     default=(),
     metavar="KINDS",
     help="Run done rows again: failed, truncated (also both, with a comma) or all. --set sampling.max_tokens=N goes "
@@ -295,6 +301,28 @@ def schedule(
     run_schedule(job, submitted["overrides"], arguments, **choices)
 
 
+@main.command()
+@click.argument("model")
+@click.option("--to", "kind", type=click.Choice(["int8", "int4", "fp8"]), required=True, help="Of the linear layers.")
+@click.option("--output", "-o", type=click.Path(path_type=Path), required=True, metavar="DIR", help="A new directory.")
+@click.option("--revision", help="Of a Hub model or a pypi:// distribution; the newest, if not given.")
+@click.option("--calibrate", metavar="JOB", type=click.Path(dir_okay=False), help="Round by a job's prompts.")
+@click.option("--rows", type=click.IntRange(min=1), help="Calibrate with the first N rows; 128, if not given.")
+@interruptible()
+def quantize(model: str, kind: Any, output: Path, calibrate: str | None, rows: int | None, **options: Any) -> None:
+    """Write MODEL to a directory with linear layers of fewer bits, as transformers reads it.
+
+    MODEL is what a job's model.name_or_path may be. The checkpoint is in compressed-tensors format; embedding, output
+    projection and norms stay plain. With --calibrate, GPTQ rounds the layers by the activations of a job's prompts,
+    for which all of the model has to fit into memory; else one tensor at a time is.
+    """
+    from batchrun.quantizing import run_quantize
+
+    if rows is not None and calibrate is None:
+        raise click.UsageError("--rows goes with --calibrate")
+    run_quantize(model, kind, output, calibrate=calibrate, rows=rows or 128, echo=click.echo, **options)
+
+
 @main.command(cls=_Bench)
 @click.argument("target", metavar="FILE|JOB", type=click.Path(exists=True, dir_okay=False))
 @click.option(
@@ -304,8 +332,12 @@ def schedule(
 @click.option("--pairs", type=click.IntRange(min=1), help="Passes of each side, by turns; 3 with a peer, else 1.")
 @click.option("--breakdown", is_flag=True, help="Say where a step's time goes, from one more pass.")
 @click.option("--model", help="Model reference, for a JSONL file; the demo's, if not given.")
-@click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto")
-@click.option("--quantization", type=click.Choice(["none", "int8"]), help="Of batchrun's linear layers.")
+@_dtype
+@click.option(
+    "--quantization",
+    type=click.Choice(["none", "auto", "dequantize", "int8", "int4", "fp8"]),
+    help="As `model.quantization`; `dequantize`, if not given, for a JSONL file.",
+)
 @click.option("--limit", type=click.IntRange(min=1), help="Measure the first N rows only.")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads, of both sides.")
 @click.option("--temperature", type=click.FloatRange(min=0), default=0.0, help="Sample; 0, if not given, is greedy.")
@@ -339,3 +371,43 @@ def bench_gpu(**options: Any) -> None:
 
     results = run_gpu_bench(**options, echo=click.echo)
     sys.exit(1 if results.failed else EXIT_OK)
+
+
+@main.command()
+@click.argument("model")
+@click.option("--text", type=_file, required=True, help="What is read: a UTF-8 file.")
+@click.option("--against", metavar="REF", help="The reference, another reference to a model; MODEL, if not given.")
+@click.option(
+    "--weights",
+    type=_Some("batchrun.quality", "WEIGHTS"),
+    default="none,int8,int4",
+    show_default=True,
+    metavar="A,B",
+    help="Each of these as model.quantization.",
+)
+@click.option(
+    "--kv-cache",
+    "kv_caches",
+    type=_Some("batchrun.quality", "KV_CACHES"),
+    default="auto",
+    show_default=True,
+    metavar="A,B",
+    help="Each of these with each of the weights.",
+)
+@_dtype
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto")
+@click.option("--context", type=click.IntRange(min=16), default=512, show_default=True, help="Tokens of a window.")
+@click.option("--limit", type=click.IntRange(min=2), help="Read the first N tokens only.")
+@click.option("--json", "json_path", type=_file, help="Write all figures here.")
+@click.option("--plot", "plot_path", type=_file, help="Draw them into this .svg or .png; needs the extra `plot`.")
+def quality(model: str, text: Path, **options: Any) -> None:
+    """Measure what quantization costs: perplexity, and how far predictions are from those of a reference.
+
+    MODEL reads a text in each configuration, and REF reads it in float32, dequantized, with plain keys and values. The
+    text is cut into windows, of each of which every token but the first is predicted from those before it. A row of
+    the table is also REF in the dtype of the configurations, so that what the dtype costs can be told from what
+    quantization does.
+    """
+    from batchrun.quality import run_quality
+
+    click.echo(run_quality(model, text, **options, say=lambda line: click.echo(line, err=True)).describe())

@@ -50,7 +50,9 @@ def kept_times(checked: Preflight) -> StepTimes | None:
     if checked.device != "cpu":
         return None
     job = checked.job
-    return next(iter(find(subject(job.model, job.engine, model_config(checked.model.config), checked.dtype))), None)
+    model = checked.model
+    of = subject(job.model, job.engine, model_config(model.config), checked.dtype, model.encodings)
+    return next(iter(find(of)), None)
 
 
 def work_of(checked: Preflight, rows: Sequence[PreparedRow], scale: float, limits: Limits) -> Work:
@@ -63,9 +65,8 @@ def work_of(checked: Preflight, rows: Sequence[PreparedRow], scale: float, limit
     hits = shared_tokens(sharing, engine.block_size) if engine.enable_prefix_caching else 0
     total, output, n = sum(lengths), sum(outputs), max(1, len(rows))
     n_rows = round(len(rows) * scale)
-    per_token = memory.kv_bytes_per_token(checked.model.config, memory.DTYPE_BYTES[checked.dtype])
     own_tokens = max(1.0, (total - hits + output) / n)  # of a sequence, beside what it shares
-    fitting = math.inf if checked.kv_budget is None else checked.kv_budget / per_token / own_tokens
+    fitting = math.inf if checked.kv_budget is None else checked.kv_budget / checked.kv_bytes_per_token / own_tokens
     concurrent = max(1, int(min(limits.max_num_seqs, n_rows, fitting))) if n_rows else 0
     computed, generated = round((total - hits) * scale), round(output * scale)
     decode_steps = max(math.ceil(generated / max(1, concurrent)), max(outputs, default=0))
@@ -136,7 +137,7 @@ def _by_steps(checked: Preflight, work: Work, limits: Limits, times: StepTimes) 
     largest = max(times.layers)
     linear_rate = 2 * memory.parameter_count(config)[0] * largest / times.layers[largest]
     pair = _attention_flops(config) / (_ATTENTION_SHARE * linear_rate)
-    read = memory.kv_bytes_per_token(config, memory.DTYPE_BYTES[checked.dtype]) / times.memory_rate
+    read = checked.kv_bytes_per_token / times.memory_rate
     return steps + work.prompt_pairs * pair + max(work.output_pairs * pair, work.output_reads * read)
 
 
@@ -151,7 +152,8 @@ def _by_probes(checked: Preflight, work: Work) -> Duration:
     head = int(config["vocab_size"]) * int(config["hidden_size"])
     linear = 2 * ((work.computed + work.output) * matrices + work.output * head)
     flops = linear + _attention_flops(config) * (work.prompt_pairs + work.output_pairs)
-    weights = memory.weight_bytes(config, memory.DTYPE_BYTES[checked.dtype], checked.job.model.quantization)
+    width, quantization = memory.DTYPE_BYTES[checked.dtype], checked.job.model.quantization
+    weights = memory.weight_bytes(checked.model, width, quantization, checked.device)
     rate = probe.matmul_rate()
     seconds = max(flops / rate, work.steps * weights / probe.memory_rate())
     basis = f"{format_count(flops)} FLOP at the {rate / 1e9:,.0f} GFLOP/s of a float32 matmul measured here"

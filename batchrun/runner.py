@@ -8,6 +8,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
@@ -22,6 +23,7 @@ from batchrun.errors import EXIT_OK, EXIT_ROW_ERRORS, EXIT_THRESHOLD, JobError, 
 from batchrun.job import JobSpec
 from batchrun.launch.supervisor import run_workers
 from batchrun.loop import Loop, all_errors
+from batchrun.model_files import resolve
 from batchrun.numerics import numerics
 from batchrun.observe.report import summary
 from batchrun.preflight import Preflight, preflight
@@ -126,18 +128,63 @@ def _begin(job: JobSpec, *, limit: int | None, overwrite: bool, rerun: Collectio
     ready = preflight(job, to_run=True)
     for warning in ready.warnings:
         print(f"warning: {warning}", file=sys.stderr)
+    with _open(ready, overwrite=overwrite) as (ready, output):
+        splits = splits_to_do(output, ready.source, ready.inputs, limit)
+        if rerun:
+            rows = open_again(output, ready.source, ready.inputs, rerun, max_tokens)
+            print(f"{job.name}: {rows:,} rows are opened to be run again", file=sys.stderr)
+        yield _Begun(ready, output, splits, limit)
+
+
+@contextmanager
+def _open(ready: Preflight, *, overwrite: bool) -> Iterator[tuple[Preflight, Output]]:
+    """Joins the job's output. Of a quantization that is ``auto``, what the output was begun with holds for all."""
+    auto = ready.job.model.quantization == "auto"
+    recorded = _recorded_quantization(ready.job) if auto and not overwrite else None
+    if auto:
+        ready = _with_quantization(ready, recorded or _fastest_quantization(ready))
+    if recorded:
+        print(f"{ready.job.name}: model.quantization: {recorded}, as the output was begun with", file=sys.stderr)
+    try:
+        output = _opened(ready, overwrite=overwrite)
+    except JobError:
+        others = _recorded_quantization(ready.job) if auto and recorded is None and not overwrite else None
+        if others in (None, ready.job.model.quantization):
+            raise
+        ready = _with_quantization(ready, others)  # another worker, for which another is faster, came at once
+        output = _opened(ready, overwrite=False)
+    with output:
+        yield ready, output
+
+
+def _opened(ready: Preflight, *, overwrite: bool) -> Output:
+    job = ready.job
     configuration = job.configuration(
         revision=ready.model.revision,
         dtype=ready.dtype,
         max_model_len=ready.max_model_len,
         numerics=numerics(ready.device, ready.dtype, head_dim(ready.model.config), reproducible=job.model.reproducible),
     )
-    with Output.open(job.output, configuration, ready.layout, inputs=ready.inputs, overwrite=overwrite) as output:
-        splits = splits_to_do(output, ready.source, ready.inputs, limit)
-        if rerun:
-            rows = open_again(output, ready.source, ready.inputs, rerun, max_tokens)
-            print(f"{job.name}: {rows:,} rows are opened to be run again", file=sys.stderr)
-        yield _Begun(ready, output, splits, limit)
+    return Output.open(job.output, configuration, ready.layout, inputs=ready.inputs, overwrite=overwrite)
+
+
+def _recorded_quantization(job: JobSpec) -> str | None:
+    view = OutputView.at(job.output.path, job.output.storage_options)
+    return None if view is None else view.recorded_configuration().get("model", {}).get("quantization")
+
+
+def _fastest_quantization(ready: Preflight) -> str:
+    files = resolve(ready.model.reference, ready.job.model.revision)
+    fastest = import_module("batchrun.engine.fastest_form").fastest(
+        files, ready.job.model, ready.job.engine, ready.device, ready.dtype
+    )
+    print(f"{ready.job.name}: model.quantization: {fastest}", file=sys.stderr)
+    return str(fastest.form)
+
+
+def _with_quantization(ready: Preflight, quantization: str | None) -> Preflight:
+    model = ready.job.model.model_copy(update={"quantization": quantization})
+    return replace(ready, job=ready.job.model_copy(update={"model": model}))
 
 
 def _as_begun(job: JobSpec) -> tuple[JobSpec, int | None]:

@@ -11,6 +11,8 @@ import gguf
 import numpy as np
 from safetensors.numpy import load_file
 
+from batchrun.weights.gguf import GGUFTensor
+
 Quantise = Callable[[str], gguf.GGMLQuantizationType]
 CORPUS = (
     """\
@@ -104,11 +106,64 @@ def convert(
             if part in name and architecture == "llama":
                 data = permute(data, count)
         kind = quantise(name)
-        encoded = gguf.quants.quantize(data, kind)
+        encoded = encode(data, kind)
         writer.add_tensor(str(names.get_name(name, try_suffixes=(".weight", ".bias"))), encoded, raw_dtype=kind)
     for name, data in extra:
         writer.add_tensor(name, data)
     return _finish(writer, path)
+
+
+def encode(data: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """The blocks of ``data``; random ones where the package has no encoder."""
+    if kind in _SCALES:
+        return random_blocks(data.shape, kind)
+    return gguf.quants.quantize(data, kind)
+
+
+# Where a block has its scale and its scale of minimums (float16), and how much larger the latter is, so that numbers
+# spread around zero.
+_SCALES = {
+    gguf.GGMLQuantizationType.Q2_K: (80, 82, 1.5),
+    gguf.GGMLQuantizationType.Q3_K: (108, None, 0),
+    gguf.GGMLQuantizationType.Q4_K: (0, 2, 7.5),
+    gguf.GGMLQuantizationType.Q5_K: (0, 2, 15.5),
+    gguf.GGMLQuantizationType.Q6_K: (208, None, 0),
+    gguf.GGMLQuantizationType.IQ4_XS: (0, None, 0),
+}
+
+
+def random_blocks(shape: tuple[int, ...], kind: gguf.GGMLQuantizationType, deviation: float = 0.1) -> np.ndarray:
+    """Random blocks that stand for numbers of about this standard deviation, as bytes [rows, bytes]."""
+    elements, size = gguf.GGML_QUANT_SIZES[kind]
+    scale_at, minimum_at, ratio = _SCALES[kind]
+    blocks = np.random.default_rng(sum(shape)).integers(0, 256, (shape[0], shape[1] // elements, size), np.uint8)
+    scale = 1e-3
+    for _ in range(2):  # the second time with the scale that the first one shows to be right
+        for at, value in ((scale_at, scale), (minimum_at, scale * ratio)):
+            if at is not None:
+                blocks[..., at : at + 2] = np.array([value], "<f2").view(np.uint8)
+        raw = blocks.reshape(shape[0], -1)
+        scale *= deviation / gguf.quants.dequantize(raw, kind).std()
+    return raw
+
+
+def meaning(path: Path) -> dict[str, np.ndarray]:
+    """What the package reads in a file that `convert` made: float32, under the names that models know."""
+    reader = gguf.GGUFReader(path)
+    heads = {
+        f"{part}_proj": int(reader.fields[f"llama.attention.{key}"].contents())
+        for part, key in (("q", "head_count"), ("k", "head_count_kv"))
+        if reader.fields["general.architecture"].contents() == "llama"
+    }
+    found = {}
+    for tensor in reader.tensors:
+        name = GGUFTensor(tensor.name, (), 0, 0).hf_name
+        data = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        for part, count in heads.items():
+            if part in name:
+                data = data.reshape(count, -1, 2, *data.shape[1:]).swapaxes(1, 2).reshape(data.shape)
+        found[name] = data
+    return found
 
 
 def permute(rows: np.ndarray, heads: int) -> np.ndarray:

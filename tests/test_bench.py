@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from batchrun.bench import run_bench
 from batchrun.bench.breakdown import PARTS, Clock, measure_breakdown
 from batchrun.bench.engine_side import EngineSide
-from batchrun.bench.export import write_directory, write_gguf
+from batchrun.bench.export import write_gguf
 from batchrun.bench.peer_worker import batch_sizes
 from batchrun.bench.peers import PEERS, PeerError, PeerSide
 from batchrun.bench.report import median_interval
@@ -32,6 +32,7 @@ from batchrun.errors import JobError
 from batchrun.job import EngineSpec, ModelSpec
 from batchrun.model_files import resolve
 from batchrun.weights.source import open_weights
+from batchrun.weights.write import write_directory
 from tests import gguf_files
 from tests.jobs import write_rows
 
@@ -149,7 +150,7 @@ def test_batchrun_alone(rows: Path, tiny_model: Path) -> None:
 
 def test_batchrun_quantized(rows: Path, tiny_model: Path) -> None:
     arguments = ["bench", str(rows), "--model", str(tiny_model), "--limit", "1", "--json"]
-    for options, expected in (([], "none"), (["--quantization", "int8"], "int8")):
+    for options, expected in (([], "dequantize"), (["--quantization", "int8"], "int8")):
         result = CliRunner().invoke(main, [*arguments, *options])
         assert result.exit_code == 0, result.output
         (ours,) = json.loads(result.stdout)["sides"]

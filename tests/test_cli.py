@@ -132,8 +132,8 @@ def test_a_job_for_a_gpu_can_be_checked_where_there_is_none(job: Path, monkeypat
     assert "warning: --set engine.device: cuda cannot be used: " in found.output
     assert run("plan", *arguments).exit_code == 0
     assert "--set engine.device: cuda cannot be used: " in refused("submit", *arguments)
-    quantized = [*arguments, "--set", "model.quantization=int8"]
-    assert "--set model.quantization: int8 is not supported on cuda yet" in refused("validate", *quantized)
+    quantized = [*arguments, "--set", "model.kv_cache_dtype=int8"]
+    assert "--set model.kv_cache_dtype: int8 is not supported on cuda yet" in refused("validate", *quantized)
 
 
 def test_a_model_that_cannot_run_is_refused(tmp_path: Path, tiny_model: Path) -> None:

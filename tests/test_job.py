@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from batchrun.engine import memory
 from batchrun.errors import JobError
 from batchrun.job import EngineSpec, JobSpec, ModelSpec, load_job
+from batchrun.model_files import resolve
 
 GOOD = """\
 name: small
@@ -66,7 +68,6 @@ def test_every_fault_is_reported_at_once_with_its_line(job_file: Path) -> None:
     [
         ("engine: {tensor_parallel_size: 2}", "10: engine.tensor_parallel_size: not supported yet"),
         ("engine: {speculative_config: {}}", "10: engine.speculative_config: not supported yet"),
-        ("engine: {kv_cache_dtype: fp8}", "10: engine.kv_cache_dtype: not supported yet"),
         (
             "sampling: {n: 2}",
             "10: sampling.n: more than one sample per row is not supported yet; n must be 1",
@@ -274,6 +275,7 @@ def test_the_configuration_holds_what_results_depend_on(job_file: Path) -> None:
         "prompt.template=x",
         "model.reproducible=true",
         "model.quantization=int8",
+        "model.kv_cache_dtype=int8",
         "input.where=[[a, '=', 1]]",
         "input.id_column=a",
         "output.columns={generated_text: label}",
@@ -305,10 +307,38 @@ LLAMA = {
 
 
 def test_kv_bytes_and_parameters_of_a_small_llama() -> None:
-    assert memory.kv_bytes_per_token(LLAMA, 4) == 2 * 30 * 3 * 64 * 4
+    vectors = 2 * 30 * 3
+    for dtype, kv_cache_dtype, size in [
+        ("float32", "auto", 64 * 4),
+        ("bfloat16", "auto", 64 * 2),
+        ("float32", "bf16", 64 * 2),
+        ("float32", "fp8", 64 + 4),
+        ("bfloat16", "int8", 64 + 4),
+        ("bfloat16", "int4", 32 + 4),
+    ]:
+        assert memory.kv_bytes_per_token(LLAMA, dtype, kv_cache_dtype) == vectors * size
     assert sum(memory.parameter_count(LLAMA)) == pytest.approx(134.5e6, rel=0.001)
-    assert memory.weight_bytes(LLAMA, 2, "none") == sum(memory.parameter_count(LLAMA)) * 2
-    assert memory.weight_bytes(LLAMA, 4, "int8") == pytest.approx(106.2e6 + 28.3e6 * 4, rel=0.001)
+
+
+def test_bytes_of_weights(tiny_model: Path) -> None:
+    plain = replace(resolve(str(tiny_model)), config=LLAMA)
+    gptq = replace(plain, config=LLAMA | {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 64}})
+    fp8 = replace(plain, config=LLAMA | {"quantization_config": {"quant_method": "fp8"}})
+    linear, embedding = memory.parameter_count(LLAMA)
+    for files, form, device, size in (
+        (plain, "none", "cpu", 2.0),
+        (plain, "int8", "cpu", 1.25),
+        (plain, "int4", "cpu", 0.625),
+        (plain, "auto", "cpu", 0.625),
+        (plain, "fp8", "cpu", 2.0),
+        (plain, "fp8", "cuda", 1.0),
+        (gptq, "none", "cpu", 0.625),
+        (gptq, "dequantize", "cpu", 2.0),
+        (gptq, "auto", "cpu", 0.625),
+        (fp8, "none", "cpu", 2.0),
+        (fp8, "none", "cuda", 1.0),
+    ):
+        assert memory.weight_bytes(files, 2, form, device) == int(linear * size) + embedding * 2
 
 
 def test_the_context_is_the_models_unless_the_job_asks_for_less() -> None:

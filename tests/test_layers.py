@@ -54,6 +54,7 @@ TORCH_FREE = (
     "batchrun.plan",
     "batchrun.preflight",
     "batchrun.probe",
+    "batchrun.quality",
     "batchrun.sampling",
     "batchrun.signals",
     "batchrun.launch.slurm",
@@ -83,7 +84,19 @@ FORBIDDEN = {
     "batchrun.probe": ("batchrun",),
     "batchrun.models": ("batchrun.data", "batchrun.engine.engine", "batchrun.engine.executor", "batchrun.kernels"),
     "batchrun.ops": ("batchrun.data", "batchrun.models", "batchrun.engine.engine", "batchrun.engine.executor"),
-    "batchrun.weights": ("batchrun.data", "batchrun.engine", "batchrun.models", "batchrun.ops"),
+    "batchrun.weights": (
+        "batchrun.data",
+        "batchrun.engine",
+        "batchrun.models",
+        "batchrun.ops",
+        "batchrun.quantizing",
+    ),
+    "batchrun.quantizing": (
+        "batchrun.runner",
+        "batchrun.engine.engine",
+        "batchrun.engine.executor",
+        "batchrun.kernels",
+    ),
     "batchrun.launch": (
         "batchrun.engine.engine",
         "batchrun.kernels.cpu",

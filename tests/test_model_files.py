@@ -128,8 +128,8 @@ class TestDirectory:
 
     def test_unreadable_and_quantised_configs(self, folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
-        assert "quantised with 'gptq'" in refused(str(folder))
+        (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "hqq"}}))
+        assert "quantised with 'hqq'" in refused(str(folder))
         (folder / "config.json").write_text("{")
         assert "config.json: not readable as JSON" in refused(str(folder))
         (folder / "config.json").write_text("[]")

@@ -58,6 +58,7 @@ def test_a_small_job_is_planned_exactly(shared_job: Path) -> None:
     assert plan.prefix_share == pytest.approx(97 * 48 / (98 * length))
     assert plan.kv_bytes_per_token == 2 * 3 * 2 * 16 * 4 == 768
     assert plan.kv_budget == 42 * 16 * 768  # whole blocks
+    assert (plan.kv_blocks, plan.kv_tokens) == (42, 41 * 16)
     assert plan.concurrent == pytest.approx(42 * 16 / (length - 48 + 8), rel=0.1)
     assert plan.steps >= 98 * 8 / plan.concurrent
     assert plan.seconds is not None
@@ -73,9 +74,24 @@ def test_a_small_job_is_planned_exactly(shared_job: Path) -> None:
 def test_quantized_weights_take_less_memory(shared_job: Path) -> None:
     plain, quantized = (make_plan(load_job(shared_job, [f"model.quantization={each}"])) for each in ("none", "int8"))
     matrices = 3 * (64 * 16 * (2 * 4 + 2 * 2) + 3 * 64 * 96)
-    assert plain.weight_bytes - quantized.weight_bytes == matrices * 3
+    assert plain.weight_bytes - quantized.weight_bytes == matrices * (4 - 1.25)
     assert "(float32 on cpu)" in plain.describe()
     assert "(float32, linear layers int8, on cpu)" in quantized.describe()
+
+
+def test_a_plan_says_what_the_kv_cache_holds(shared_job: Path) -> None:
+    plans = {
+        kept: make_plan(load_job(shared_job, ["model.dtype=bfloat16", f"model.kv_cache_dtype={kept}"]))
+        for kept in ("auto", "bf16", "fp8", "int8", "int4")
+    }
+    vectors, elements = 2 * 3 * 2, 16
+    sizes = {"auto": 2 * elements, "bf16": 2 * elements, "fp8": elements + 4, "int8": elements + 4, "int4": 8 + 4}
+    for kept, plan in plans.items():
+        assert plan.kv_bytes_per_token == vectors * sizes[kept]
+        assert plan.kv_blocks == (512 << 10) // (16 * plan.kv_bytes_per_token)
+        assert plan.kv_tokens == (plan.kv_blocks - 1) * 16
+    assert f"for {plans['int8'].kv_tokens:,} tokens in {plans['int8'].kv_blocks:,} blocks" in plans["int8"].describe()
+    assert "240 B a token (int8)" in plans["int8"].describe()
 
 
 @pytest.fixture

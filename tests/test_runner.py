@@ -407,6 +407,7 @@ def test_another_configuration_is_refused_showing_the_fields(tmp_path: Path, tin
     job = write_job(tmp_path, tiny_model, ROWS, sampling=GREEDY)
     assert submit(job, limit=3) == 0
     changes = ["sampling.temperature=0.5", "prompt.template=Tell {{ text }}", "model.quantization=int8"]
+    changes.append("model.kv_cache_dtype=int8")
     with pytest.raises(JobError) as refused:
         submit(job, *changes)
     assert refused.value.exit_code == 2
@@ -414,6 +415,7 @@ def test_another_configuration_is_refused_showing_the_fields(tmp_path: Path, tin
         "sampling.temperature: was 0.0, is now 0.5",
         'prompt.template: was "Say {{ text }}", is now "Tell {{ text }}"',
         'model.quantization: was "none", is now "int8"',
+        'model.kv_cache_dtype: was "auto", is now "int8"',
     ):
         assert line in str(refused.value)
 

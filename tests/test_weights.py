@@ -15,10 +15,11 @@ from safetensors.torch import load_file, save_file
 from batchrun.errors import JobError
 from batchrun.model_files import ModelFiles, resolve
 from batchrun.ops import native_ops, onednn_ops, torch_ops
-from batchrun.weights.dequantize import dequantize
-from batchrun.weights.formats import Dense, Int8, Weight
+from batchrun.weights.dequantize import dequantize, grouped, is_grouped
+from batchrun.weights.formats import Dense, Fp8, Int8, Weight
 from batchrun.weights.gguf import read_gguf, row_bytes
 from batchrun.weights.load import Loader, open_weights
+from batchrun.weights.quantize import QUANTIZERS
 from tests import gguf_files
 from tests.marks import needs_kernels
 from tests.models import save_model
@@ -102,7 +103,10 @@ def test_gguf_header_equals_the_package(checkpoint: Path, tmp_path: Path) -> Non
     assert read_gguf(path).metadata["tokenizer.ggml.tokens"] == len(fields["tokenizer.ggml.tokens"])
 
 
-@pytest.mark.parametrize("kind", [QType.Q4_0, QType.Q4_1, QType.Q8_0, QType.Q5_1, QType.Q4_K, QType.Q6_K, QType.IQ4_XS])
+INTEGERS = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
+
+
+@pytest.mark.parametrize("kind", [QType[name] for name in [*INTEGERS, "IQ4_XS", "TQ1_0"]])
 def test_blocks_equal_the_package(kind: QType) -> None:
     length = 512
     raw = np.random.default_rng(0).integers(0, 256, (40, row_bytes(kind, length)), dtype=np.uint8)
@@ -111,8 +115,11 @@ def test_blocks_equal_the_package(kind: QType) -> None:
     blocks[blocks == 0x7C] = 1  # no scale is infinite or not a number
     for exponent in (0x7C, 0x7D, 0x7E, 0x7F, 0xFC, 0xFD, 0xFE, 0xFF):
         blocks[blocks == exponent] = 3
-    expected = gguf.quants.dequantize(raw, kind)
-    assert torch.equal(dequantize(raw.reshape(-1), kind).view(40, length), torch.from_numpy(expected))
+    expected = torch.from_numpy(gguf.quants.dequantize(raw, kind))
+    assert torch.equal(dequantize(raw.reshape(-1), kind).view(40, length), expected)
+    assert is_grouped(kind) == (kind.name in INTEGERS)
+    if is_grouped(kind):
+        assert torch.equal(grouped(raw.reshape(-1), kind, length, torch.float32).dequantize(), expected)
 
 
 def test_reading_in_chunks_joins_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +148,7 @@ def test_loader_fuses_and_converts(small: ModelFiles) -> None:
     saved = load_file(small.weights[0])
     parts = [Q_PROJ.replace("q_proj", part) for part in ("q_proj", "k_proj", "v_proj")]
     loader = Loader(open_weights(small), torch.bfloat16)
-    fused = loader.take_linear(*parts)
+    fused = loader.take_linear(*parts, shape=(128, 64))
     assert fused.shape == (128, 64)
     assert fused.dtype == torch.bfloat16
     assert torch.equal(fused.dequantize(), torch.cat([saved[part] for part in parts]).bfloat16())
@@ -150,26 +157,35 @@ def test_loader_fuses_and_converts(small: ModelFiles) -> None:
 
 
 def test_loader_quantizes_linear_layers_and_no_table(small: ModelFiles) -> None:
-    loader = Loader(open_weights(small), torch.float32, quantize=Int8.quantize)
+    loader = Loader(open_weights(small), torch.float32, quantize=QUANTIZERS["int8"])
     assert isinstance(loader.take_table("model.embed_tokens.weight", shape=(320, 64)), Dense)
-    weight = loader.take_linear(Q_PROJ)
+    weight = loader.take_linear(Q_PROJ, shape=(64, 64))
     assert isinstance(weight, Int8)
-    assert (weight.shape, weight.dtype, weight.values.dtype) == ((64, 64), torch.float32, torch.int8)
+    assert (weight.shape, weight.dtype, weight.stored.dtype) == ((64, 64), torch.float32, torch.int8)
     plain = load_file(small.weights[0])[Q_PROJ]
-    assert ((weight.dequantize() - plain).abs() <= weight.scales[:, None] * 0.50001).all()
+    rounding = (weight.dequantize() - plain).abs().unflatten(1, (weight.scales.shape[1], -1))
+    assert (rounding <= weight.scales[..., None] * 0.50001).all()
     ids = torch.tensor([[3, 0], [63, 3]])
     assert torch.equal(weight.rows(ids), weight.dequantize()[ids])
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_the_whole_of_blocks_that_are_not_full_is_a_part(dim: int) -> None:
+    weight = Fp8(torch.randn(200, 300).to(torch.float8_e4m3fn), torch.rand(2, 3), torch.float32)
+    assert torch.equal(weight.shard(dim, 0, 1).dequantize(), weight.dequantize())
+    with pytest.raises(ValueError, match="whole number of blocks"):
+        weight.shard(dim, 0, 2)
 
 
 @pytest.mark.parametrize(
     "ops", [torch_ops, *(pytest.param(ops, marks=needs_kernels) for ops in (native_ops, onednn_ops))]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("quantize", [Dense, Int8.quantize])
+@pytest.mark.parametrize("quantize", [Dense, *QUANTIZERS.values()])
 def test_a_packed_weight_stands_for_the_same_numbers(
     ops: ModuleType, dtype: torch.dtype, quantize: Callable[[torch.Tensor], Weight]
 ) -> None:
-    plain = torch.randn(40, 33).to(dtype)
+    plain = torch.randn(40, 36).to(dtype)
     weight, kept = quantize(plain), quantize(plain)
     before = weight.dequantize()
     weight.pack(ops.pack)
@@ -177,7 +193,7 @@ def test_a_packed_weight_stands_for_the_same_numbers(
     for each in (weight, kept):
         assert each.dequantize().dtype == dtype
         assert torch.equal(each.dequantize(), before)
-        assert torch.equal(each.rows(torch.tensor([39, 0])), before[[39, 0]])
+    assert torch.equal(kept.rows(torch.tensor([39, 0])), before[[39, 0]])
     assert torch.equal(ops.linear(plain, weight), ops.linear(plain, kept))
 
 

@@ -40,7 +40,7 @@ class EngineSide:
         self.threads = torch.get_num_threads()
         self.settings = {
             "dtype": model.dtype,
-            "quantization": model.quantization,
+            "quantization": self.engine.model_spec.quantization,
             "threads": self.threads,
             "reproducible": model.reproducible,
             **self._engine_settings(),

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import struct
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from batchrun.errors import JobError
 from batchrun.kernels.machine import cache_dir
 from batchrun.model_files import ModelFiles
-from batchrun.weights.source import StoredTensor, open_weights
-
-_SAFETENSORS_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+from batchrun.weights.write import write_directory
 
 
 def hugging_face_directory(files: ModelFiles, dtype: str) -> Path:
@@ -48,38 +41,6 @@ def _exported(files: ModelFiles, name: str, write: Callable[[ModelFiles, Path], 
             if not target.exists():
                 made.rename(target)
     return target
-
-
-def write_directory(files: ModelFiles, dtype: str, folder: Path) -> None:
-    """Make ``folder`` of ``config.json`` and one safetensors file."""
-    folder.mkdir()
-    config = files.config | {"torch_dtype": dtype}
-    (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-    source = open_weights(files)
-    _write_safetensors(folder / "model.safetensors", {name: source[name] for name in sorted(source.names())}, dtype)
-
-
-def _write_safetensors(path: Path, tensors: dict[str, StoredTensor], dtype: str) -> None:
-    """Write tensors in ``dtype``, one at a time, so that no more than one is in memory."""
-    kind: torch.dtype = getattr(torch, dtype)
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in tensors.items():
-        start, end = end, end + torch.Size(tensor.shape).numel() * kind.itemsize
-        header[name] = {
-            "dtype": _SAFETENSORS_NAMES[dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for tensor in tensors.values():
-            out = torch.empty(tensor.shape, dtype=kind)
-            tensor.copy_into(out)
-            file.write(out.view(torch.uint8).numpy().tobytes())
-        os.fsync(file.fileno())
 
 
 def write_gguf(files: ModelFiles, path: Path) -> None:

@@ -79,7 +79,7 @@ def bench_job(target: Path, overrides: Sequence[str], model: str | None) -> JobS
         raise JobError(f"{target}: rows have both `messages` and `prompt`; keep one of them")
     form = {"messages_column": "messages"} if "messages" in columns else {"template": "{{ prompt }}"}
     return JobSpec(
-        model=ModelSpec(name_or_path=model or DEMO_MODEL),
+        model=ModelSpec(name_or_path=model or DEMO_MODEL, quantization="dequantize"),  # as peers have it
         input=rows,
         prompt=PromptSpec(**form),
         sampling=SamplingSpec(temperature=0, max_tokens=DEFAULT_MAX_TOKENS),

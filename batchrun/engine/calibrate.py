@@ -20,7 +20,6 @@ from batchrun.engine.executor import use_threads
 from batchrun.engine.limits import logits_fit
 from batchrun.engine.step_times import StepTimes, Subject, find
 from batchrun.models.decoder import Decoder
-from batchrun.models.kv_cache import KVCache
 from batchrun.numerics import describe_operations
 from batchrun.ops.attention_batch import AttentionBatch
 from batchrun.probe import memory_rate
@@ -91,8 +90,7 @@ def _layer_work(decoder: Decoder, hidden: Tensor, residual: Tensor) -> dict[int,
     They take the layers in turn, so that weights are as far from the processor as they are in a step.
     """
     layers = cycle(decoder.layers)
-    shape = (max(SIZES) + 1, decoder.config.n_kv_heads, _BLOCK_SIZE, decoder.config.head_dim)
-    cache = KVCache.zeros(*shape, hidden.dtype, hidden.device)
+    cache = decoder.new_cache(max(SIZES) + 1, _BLOCK_SIZE, hidden.device)
 
     def work(size: int) -> Callable[[], Tensor]:
         blocks = torch.arange(1, size + 1)

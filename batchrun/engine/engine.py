@@ -19,6 +19,7 @@ from batchrun.engine import memory
 from batchrun.engine.blocks import BlockPool
 from batchrun.engine.calibrate import calibrated
 from batchrun.engine.executor import Executor, thread_count
+from batchrun.engine.fastest_form import fastest
 from batchrun.engine.limits import resolve_limits
 from batchrun.engine.request import NO_TOKEN, Request, Step, StepOutput, noise_key
 from batchrun.engine.scheduler import KVGroup, Limits, Scheduler
@@ -34,8 +35,8 @@ from batchrun.ops import backend
 from batchrun.sampling import SamplingParams
 from batchrun.text import format_bytes
 from batchrun.tokenization.tokenizer import Tokenizer
-from batchrun.weights.formats import QUANTIZERS
 from batchrun.weights.load import Loader, open_weights
+from batchrun.weights.quantize import PLAIN, QUANTIZERS
 from batchrun.weights.source import WeightSource
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
@@ -108,13 +109,16 @@ class Engine:
 
     def _load(self) -> None:
         spec, device = self.spec, self._device
-        memory.check_quantization(self.model_spec.quantization, device)
         dtype = memory.resolve_dtype(self.model_spec.dtype, device)
+        memory.check_kv_cache_dtype(self.model_spec.kv_cache_dtype, dtype, device)
         self.max_model_len = memory.resolve_max_model_len(self.files.config, self.model_spec)
         if device == "cuda" and not torch.cuda.is_available():
             raise JobError(
                 f"engine.device: cuda cannot be used: PyTorch {torch.__version__} needs a newer NVIDIA driver"
             )
+        if self.model_spec.quantization == "auto":
+            form = fastest(self.files, self.model_spec, spec, device, dtype).form
+            self.model_spec = self.model_spec.model_copy(update={"quantization": form})
         torch_device, torch_dtype = torch.device(device), getattr(torch, dtype)
         decoder = self._decoder(torch_device, torch_dtype)
         num_threads = thread_count(spec.num_threads)
@@ -124,13 +128,12 @@ class Engine:
             self.executor = Executor(
                 decoder,
                 device=torch_device,
-                dtype=torch_dtype,
                 block_size=spec.block_size,
                 max_num_seqs=limits.max_num_seqs,
                 max_model_len=self.max_model_len,
                 num_threads=num_threads,
             )
-        bytes_per_token = memory.kv_bytes_per_token(self.files.config, memory.DTYPE_BYTES[dtype])
+        bytes_per_token = memory.kv_bytes_per_token(self.files.config, dtype, self.model_spec.kv_cache_dtype)
         free = memory.available_memory() if device == "cpu" else self._free_gpu_memory(limits)
         budget = memory.kv_budget(
             spec, device, bytes_per_token=bytes_per_token, max_model_len=self.max_model_len, free=free
@@ -152,14 +155,15 @@ class Engine:
     def _decoder(self, device: torch.device, dtype: torch.dtype) -> Decoder:
         config = model_config(self.files.config)
         ops = backend(device, dtype, config.head_dim, reproducible=self.model_spec.reproducible)
-        quantize = QUANTIZERS[self.model_spec.quantization]
         source = open_weights(self.files) if self._weights is None else self._weights
-        loader = Loader(source, dtype, device, ops.pack, quantize)
-        return Decoder(config, loader, ops, self.max_model_len)
+        quantization = self.model_spec.quantization
+        quantize, keep = QUANTIZERS.get(quantization, PLAIN), quantization == "none"
+        loader = Loader(source, dtype, device, ops.pack, quantize, keep=keep)
+        return Decoder(config, loader, ops, self.max_model_len, self.model_spec.kv_cache_dtype)
 
     def _step_times(self, decoder: Decoder, dtype: str, num_threads: int | None) -> StepTimes | None:
         """How long steps take on this CPU; None where no bound is chosen by it and it was not measured before."""
-        of = subject(self.model_spec, self.spec, decoder.config, dtype)
+        of = subject(self.model_spec, self.spec, decoder.config, dtype, self.files.encodings)
         if "auto" in (self.spec.max_num_seqs, self.spec.max_num_batched_tokens):
             return calibrated(decoder, of, num_threads)
         return next(iter(find(of)), None)

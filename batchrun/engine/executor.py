@@ -53,7 +53,6 @@ class Executor:
         model: Decoder,
         *,
         device: torch.device,
-        dtype: torch.dtype,
         block_size: int,
         max_num_seqs: int,
         max_model_len: int,
@@ -65,7 +64,6 @@ class Executor:
         self.tokens = zeros((max_num_seqs, max_model_len), torch.int64, device)
         # Of every step: on a CPU, new memory would have to be cleared first.
         self._logits = torch.empty((max_num_seqs, model.config.vocab_size), dtype=torch.float32, device=device)
-        self._dtype = dtype
         self._block_size = block_size
         self._groups = Groups(model.windows, model.layers[-1].group, model.plan_attention)
         self._transfer = Transfer(device)
@@ -76,14 +74,12 @@ class Executor:
 
     def allocate(self, n_blocks: int) -> None:
         """Make a KV pool of ``n_blocks`` blocks per KV group, block 0 included, in place of what there was."""
-        config = self.model.config
-        shape = (n_blocks, config.n_kv_heads, self._block_size, config.head_dim)
         fill_plan = getattr(self.model.ops, "fill_plan", None)  # of operations that never wait for the device
         self._graphs = None
         if fill_plan is not None and self.device.type == "cuda":
             self._graphs = DecodeGraphs(self._decode, fill_plan, len(self.tokens))
         self.caches = []
-        self.caches = [KVCache.zeros(*shape, self._dtype, self.device) for _ in self.model.layers]
+        self.caches = [self.model.new_cache(n_blocks, self._block_size, self.device) for _ in self.model.layers]
 
     def peak_bytes(self, max_num_batched_tokens: int) -> int:
         """Bytes of the GPU that PyTorch holds while it runs the largest step that there can be, KV left out."""

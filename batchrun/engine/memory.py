@@ -18,15 +18,20 @@ from typing import Any, Literal
 import psutil
 
 from batchrun.errors import JobError
-from batchrun.job import EngineSpec, ModelSpec, Quantization
+from batchrun.job import EngineSpec, KVCacheDType, ModelSpec, Quantization
 from batchrun.kernels.machine import describe_cpu
+from batchrun.model_files import ModelFiles
 from batchrun.text import format_bytes
+from batchrun.weights.gguf import read_gguf, resident_bytes
+from batchrun.weights.quantization_config import is_floats, packed_bytes
 
 Device = Literal["cpu", "cuda"]
 Config = Mapping[str, Any]
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-QUANTIZED_BYTES = {"int8": 1}
+QUANTIZED_BYTES = {"int8": 1.25, "int4": 0.625}  # of a number, scale and minimum included
+_KV_BITS = {"bf16": 16, "fp8": 8, "int8": 8, "int4": 4}  # of a number
+_KV_SCALE_BYTES = {"fp8": 4, "int8": 4, "int4": 4}  # of a key, and of a value
 RESERVED_BLOCKS = 1  # block 0 fills up block tables and is never handed out
 _GIB = 1 << 30
 _CGROUP = Path("/sys/fs/cgroup")
@@ -98,10 +103,13 @@ def resolve_dtype(dtype: str, device: str) -> str:
     return "bfloat16" if "amx_bf16" in description or "avx512_bf16" in description else "float32"
 
 
-def check_quantization(quantization: Quantization, device: Device) -> None:
-    """Raises JobError where ``device`` cannot compute with such weights."""
-    if quantization != "none" and device != "cpu":
-        raise JobError(f"model.quantization: {quantization} is not supported on {device} yet; use engine.device: cpu")
+def check_kv_cache_dtype(kv_cache_dtype: KVCacheDType, dtype: str, device: Device) -> None:
+    """Raises JobError where ``device`` cannot keep the keys and values of a model of ``dtype`` so."""
+    own = kv_cache_dtype == "auto" or (kv_cache_dtype, dtype) == ("bf16", "bfloat16")
+    if not own and device != "cpu":
+        raise JobError(
+            f"model.kv_cache_dtype: {kv_cache_dtype} is not supported on {device} yet; use auto or engine.device: cpu"
+        )
 
 
 def head_dim(config: Config) -> int:
@@ -114,9 +122,11 @@ def kv_heads(config: Config) -> int:
     return int(config.get("num_key_value_heads") or config["num_attention_heads"])
 
 
-def kv_bytes_per_token(config: Config, dtype_bytes: int) -> int:
-    """Bytes of keys and values that one token keeps over all layers."""
-    return 2 * int(config["num_hidden_layers"]) * kv_heads(config) * head_dim(config) * dtype_bytes
+def kv_bytes_per_token(config: Config, dtype: str, kv_cache_dtype: KVCacheDType) -> int:
+    """Bytes of keys and values, scales included, that one token keeps over all layers; ``dtype``: the model's."""
+    bits = _KV_BITS.get(kv_cache_dtype, 8 * DTYPE_BYTES[dtype])
+    vector = head_dim(config) * bits // 8 + _KV_SCALE_BYTES.get(kv_cache_dtype, 0)
+    return 2 * int(config["num_hidden_layers"]) * kv_heads(config) * vector
 
 
 def parameter_count(config: Config) -> tuple[int, int]:
@@ -131,10 +141,26 @@ def parameter_count(config: Config) -> tuple[int, int]:
     return int(config["num_hidden_layers"]) * (attention + mlp), tables * int(config["vocab_size"]) * hidden
 
 
-def weight_bytes(config: Config, dtype_bytes: int, quantization: Quantization) -> int:
-    """Bytes of the loaded weights, normalisation vectors and scales left out."""
-    matrix, embedding = parameter_count(config)
-    return matrix * QUANTIZED_BYTES.get(quantization, dtype_bytes) + embedding * dtype_bytes
+def weight_bytes(files: ModelFiles, dtype_bytes: int, quantization: Quantization, device: Device) -> int:
+    """Bytes of the loaded matrices; of ``auto``, of the smallest form that it chooses from."""
+    if quantization == "auto":
+        forms: list[Quantization] = ["dequantize", "none"] if files.encodings else ["int8", "int4"]
+        return min(weight_bytes(files, dtype_bytes, form, device) for form in forms)
+    if quantization == "none" and files.format == "gguf":
+        return resident_bytes(read_gguf(files.weights[0]), dtype_bytes)
+    matrix, embedding = parameter_count(files.config)
+    return int(matrix * _bytes_per_number(files, dtype_bytes, quantization, device)) + embedding * dtype_bytes
+
+
+def _bytes_per_number(files: ModelFiles, dtype_bytes: int, quantization: Quantization, device: Device) -> float:
+    """Of linear layers. FP8 is plain numbers on a CPU."""
+    stored = files.config.get("quantization_config")
+    is_fp8 = quantization == "fp8" or (quantization == "none" and stored is not None and is_floats(stored))
+    if is_fp8:
+        return dtype_bytes if device == "cpu" else 1
+    if quantization == "none" and stored is not None:
+        return packed_bytes(stored) or dtype_bytes
+    return QUANTIZED_BYTES.get(quantization, dtype_bytes)
 
 
 def context_length(config: Config) -> int:
@@ -233,6 +259,8 @@ def kv_budget(spec: EngineSpec, device: Device, *, bytes_per_token: int, max_mod
         budget = max(0, free)
     else:
         budget = max(min(_CPU_KV_CEILING, int(free * _CPU_KV_SHARE)), min(needed, int(free * _CPU_ONE_SEQUENCE_SHARE)))
+    if budget < 0:
+        raise JobError(f"model.name_or_path: its weights need {format_bytes(-free)} more memory than is free")
     if budget < needed:
         raise JobError(
             f"engine.kv_cache_memory: {format_bytes(budget)} cannot hold one sequence of model.max_model_len = "

@@ -32,8 +32,11 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _PROCESSOR_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
-def subject(model: ModelSpec, engine: EngineSpec, config: ModelConfig, dtype: str) -> Subject:
-    """What times are of, as plain JSON data: processor, shape of the model, numbers, and who sets the threads."""
+def subject(model: ModelSpec, engine: EngineSpec, config: ModelConfig, dtype: str, encodings: str = "") -> Subject:
+    """What times are of, as plain JSON data: processor, shape of the model, numbers, and who sets the threads.
+
+    ``encodings``: those of a quantized checkpoint (`ModelFiles.encodings`).
+    """
     return {
         "processor": describe_cpu(),
         "processors": _usable_processors(),
@@ -41,7 +44,8 @@ def subject(model: ModelSpec, engine: EngineSpec, config: ModelConfig, dtype: st
         "environment": {name: os.environ.get(name) for name in _THREAD_VARIABLES},
         "shape": {name: value for name, value in asdict(config).items() if name not in _RESULTS_ALONE},
         "dtype": dtype,
-        "model": model.model_dump(mode="json", include={"reproducible", "quantization"}),
+        "encodings": encodings if model.quantization == "none" else "",
+        "model": model.model_dump(mode="json", include={"reproducible", "quantization", "kv_cache_dtype"}),
     }
 
 

@@ -5,20 +5,26 @@ The forward pass is packed: the tokens of all rows lie one after the other; only
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from batchrun.job import KVCacheDType
+from batchrun.models import input_sizes
 from batchrun.models.config import ModelConfig
-from batchrun.models.kv_cache import KVCache
+from batchrun.models.key_bias import check_key_bias
+from batchrun.models.kv_cache import DTYPES, KVCache, is_quantized
 from batchrun.models.rope import rope_table
 from batchrun.ops.attention_batch import AttentionBatch, LastTokens
 from batchrun.weights.formats import Weight
 from batchrun.weights.load import Loader
+
+Importance = Callable[[], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +52,28 @@ class Layer:
 
 
 class Decoder:
-    """A decoder-only transformer. ``ops`` is a module of `batchrun.ops`."""
+    """A decoder-only transformer. ``ops`` is a module of `batchrun.ops`.
 
-    def __init__(self, config: ModelConfig, loader: Loader, ops: ModuleType, max_model_len: int) -> None:
+    Raises JobError where its keys cannot be kept as ``kv_cache_dtype``.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        loader: Loader,
+        ops: ModuleType,
+        max_model_len: int,
+        kv_cache_dtype: KVCacheDType = "auto",
+    ) -> None:
         self.config = config
         self.ops = ops
+        self.kv_cache_dtype = kv_cache_dtype
         self.windows = sorted(set(config.windows), key=lambda window: (window is not None, window or 0))
         self.cos_sin = rope_table(config.rope, config.head_dim, max_model_len).to(loader.device)
         table = (config.vocab_size, config.hidden_size)
         self.embedding = loader.take_table("model.embed_tokens.weight", shape=table, keep_rows=True)
         self.layers = [self._layer(loader, index) for index in range(config.n_layers)]
-        self.norm = loader.take("model.norm.weight")
+        self.norm = loader.take("model.norm.weight", shape=(config.hidden_size,))
         self.head = Linear(
             self.embedding if config.tie_embeddings else loader.take_table("lm_head.weight", shape=table)
         )
@@ -65,26 +82,53 @@ class Decoder:
     def _layer(self, loader: Loader, index: int) -> Layer:
         config = self.config
         prefix = f"model.layers.{index}."
+        hidden, wide, head = config.hidden_size, config.intermediate_size, config.head_dim
 
-        def linear(bias: bool, *names: str) -> Linear:
+        def linear(out: int, into: int, bias: bool, *names: str, importance: Importance | None = None) -> Linear:
             stems = [f"{prefix}{name}" for name in names]
-            weight = loader.take_linear(*(f"{stem}.weight" for stem in stems))
-            return Linear(weight, torch.cat([loader.take(f"{stem}.bias") for stem in stems]) if bias else None)
+            weight = loader.take_linear(*(f"{stem}.weight" for stem in stems), shape=(out, into), importance=importance)
+            return Linear(weight, loader.take(*(f"{stem}.bias" for stem in stems), shape=(out,)) if bias else None)
+
+        def norm(name: str, width: int) -> Tensor:
+            return loader.take(f"{prefix}{name}.weight", shape=(width,))
 
         attention, mlp = "self_attn.", "mlp."
         window = config.windows[index]
+        input_norm = norm("input_layernorm", hidden)
+        heads = (config.n_heads + 2 * config.n_kv_heads) * head
+        qkv = linear(heads, hidden, config.qkv_bias, *(f"{attention}{name}_proj" for name in "qkv"))
+        self._check_keys(qkv, input_norm, index)
+        attended = partial(input_sizes.of_output, qkv.weight, input_norm, config.n_heads, config.n_kv_heads)
+        mlp_norm = norm("post_attention_layernorm", hidden)
+        gate_up = linear(2 * wide, hidden, config.mlp_bias, f"{mlp}gate_proj", f"{mlp}up_proj")
+        gated = partial(input_sizes.of_down, gate_up.weight, mlp_norm)
         return Layer(
-            input_norm=loader.take(f"{prefix}input_layernorm.weight"),
-            qkv=linear(config.qkv_bias, *(f"{attention}{name}_proj" for name in "qkv")),
-            q_norm=loader.take(f"{prefix}{attention}q_norm.weight") if config.qk_norm else None,
-            k_norm=loader.take(f"{prefix}{attention}k_norm.weight") if config.qk_norm else None,
-            output=linear(config.output_bias, f"{attention}o_proj"),
-            mlp_norm=loader.take(f"{prefix}post_attention_layernorm.weight"),
-            gate_up=linear(config.mlp_bias, f"{mlp}gate_proj", f"{mlp}up_proj"),
-            down=linear(config.mlp_bias, f"{mlp}down_proj"),
+            input_norm=input_norm,
+            qkv=qkv,
+            q_norm=norm(f"{attention}q_norm", head) if config.qk_norm else None,
+            k_norm=norm(f"{attention}k_norm", head) if config.qk_norm else None,
+            output=linear(hidden, config.n_heads * head, config.output_bias, f"{attention}o_proj", importance=attended),
+            mlp_norm=mlp_norm,
+            gate_up=gate_up,
+            down=linear(hidden, wide, config.mlp_bias, f"{mlp}down_proj", importance=gated),
             window=window,
             group=self.windows.index(window),
         )
+
+    def _check_keys(self, qkv: Linear, input_norm: Tensor, layer: int) -> None:
+        """Raises JobError where the layer's keys cannot be kept as ``kv_cache_dtype``."""
+        config = self.config
+        if qkv.bias is not None and is_quantized(self.kv_cache_dtype):
+            keys = torch.arange(config.n_kv_heads * config.head_dim, device=qkv.bias.device)
+            keys += config.n_heads * config.head_dim
+            check_key_bias(
+                *(qkv.weight, qkv.bias, input_norm, keys, config.n_kv_heads), layer=layer, kept_as=self.kv_cache_dtype
+            )
+
+    def new_cache(self, n_blocks: int, block_size: int, device: torch.device) -> KVCache:
+        """Memory for the keys and values of one layer."""
+        config, dtype = self.config, DTYPES.get(self.kv_cache_dtype, self.norm.dtype)
+        return KVCache.zeros(n_blocks, config.n_kv_heads, block_size, config.head_dim, dtype, device)
 
     def plan_attention(self, *batch: Any, **shape: Any) -> Any:
         """The backend's ``attention_plan`` for the heads of this model."""
@@ -130,14 +174,14 @@ class Decoder:
         Writes the layer's own ``cache``. Adds to ``residual`` [T, H] in place, or to a copy of the tokens ``wanted``.
         """
         ops, eps = self.ops, self.config.norm_eps
-        keys, values = cache.keys, cache.values
+        keys, values, scales = cache.keys, cache.values, cache.scales
+        norms = {"q_norm": layer.q_norm, "k_norm": layer.k_norm, "eps": eps}
         qkv = ops.linear(hidden, layer.qkv.weight, layer.qkv.bias)
-        q = ops.rope_kv_write(
-            qkv, self.cos_sin, positions, batch.slots, keys, values, q_norm=layer.q_norm, k_norm=layer.k_norm, eps=eps
-        )
+        q = ops.rope_kv_write(qkv, self.cos_sin, positions, batch.slots, keys, values, kv_scales=scales, **norms)
         if wanted is not None:
             q, residual, batch = q[wanted.tokens], residual[wanted.tokens], wanted.batch
-        attended = ops.attention(q, keys, values, batch, scale=self.config.head_dim**-0.5, window=layer.window)
+        scale = self.config.head_dim**-0.5
+        attended = ops.attention(q, keys, values, batch, scale=scale, kv_scales=scales, window=layer.window)
         hidden = ops.linear(attended.flatten(1), layer.output.weight, layer.output.bias)
         hidden = ops.add_rms_norm(hidden, residual, layer.mlp_norm, eps)
         gated = ops.silu_mul(ops.linear(hidden, layer.gate_up.weight, layer.gate_up.bias))

@@ -2,13 +2,19 @@
 
 What multiplies a class is a module with these two functions, for that class alone:
 
-==============  ===================================================================
-`dense_torch`   torch's products, on a CPU of weights in oneDNN's layout
-`dense_fixed`   the same, each row's bits its own
-`dense_native`  native CPU kernels, each row's bits its own
-`int8_torch`    plain torch on any device, each row's bits its own: the reference
-`int8_native`   native CPU kernels, each row's bits its own
-==============  ===================================================================
+======================  ===================================================================
+`dense_torch`           torch's products, on a CPU of weights in oneDNN's layout
+`dense_fixed`           the same, each row's bits its own
+`dense_native`          native CPU kernels, each row's bits its own
+`grouped_native`        native CPU kernels for integers, each row's bits its own
+`grouped_triton`        Triton kernels for integers, on a GPU
+`grouped_triton_fixed`  the same, each row's bits its own
+`fp8_triton`            Triton kernels for floats of 8 bits, on a GPU, and torch's products
+`fp8_triton_fixed`      Triton kernels alone, each row's bits its own
+======================  ===================================================================
+
+A class for which a backend has no module of its own is multiplied as plain numbers of its ``dtype``: made once where
+plain weights are laid out for the backend, else for each product.
 """
 
 from __future__ import annotations
@@ -19,7 +25,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from batchrun.weights.formats import Dense, Int8, Packed, Packer, Weight
+from batchrun.weights.formats import Fp8, Int4, Int8, Packed, Packer, Weight
 
 
 class Linear(Protocol):
@@ -39,12 +45,15 @@ class Linear(Protocol):
         """
 
 
-def by_weight(*, dense: ModuleType, int8: ModuleType) -> tuple[Packer, Linear]:
-    """``pack`` and ``linear``, each by the module for the weight's class."""
-    modules = {Dense: dense, Int8: int8}
+def by_weight(
+    *, dense: ModuleType, grouped: ModuleType | None = None, fp8: ModuleType | None = None
+) -> tuple[Packer, Linear]:
+    """``pack`` and ``linear``, each by the module for the weight's class; ``grouped``: for Int8 and Int4."""
+    of_classes: dict[type[Weight], ModuleType | None] = {Int8: grouped, Int4: grouped, Fp8: fp8}
+    modules = {kind: module for kind, module in of_classes.items() if module is not None}
 
     def pack(weight: Weight) -> Packed | None:
-        packed: Packed | None = modules[type(weight)].pack(weight)
+        packed: Packed | None = modules.get(type(weight), dense).pack(weight)
         return packed
 
     def linear(
@@ -54,7 +63,7 @@ def by_weight(*, dense: ModuleType, int8: ModuleType) -> tuple[Packer, Linear]:
         dtype: torch.dtype | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        product: Tensor = modules[type(weight)].linear(x, weight, bias, dtype or x.dtype, out)
+        product: Tensor = modules.get(type(weight), dense).linear(x, weight, bias, dtype or x.dtype, out)
         return product
 
     return pack, linear

@@ -8,14 +8,14 @@ from torch.nn import functional
 
 from batchrun.ops import dense_torch
 from batchrun.ops.dense_torch import pack
-from batchrun.weights.formats import Dense
+from batchrun.weights.formats import Weight
 
 __all__ = ["linear", "pack"]
 
 _ROWS = 64  # rows of one matrix product
 
 
-def linear(x: Tensor, weight: Dense, bias: Tensor | None, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+def linear(x: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtype, out: Tensor | None) -> Tensor:
     """See `by_weight.Linear`."""
     padded = functional.pad(x, (0, 0, 0, -len(x) % _ROWS))
     out = x.new_empty(len(x), weight.shape[0], dtype=dtype) if out is None else out

@@ -1,4 +1,4 @@
-"""Products of plain weights by torch's libraries; on a CPU, of weights in oneDNN's layout."""
+"""Products of weights as plain numbers by torch's libraries; on a CPU, of weights in oneDNN's layout."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from batchrun.weights.formats import Dense
+from batchrun.weights.formats import Weight
 
 _PACKED_ROWS = 64  # rows of activations that oneDNN is told to lay weights out for
 
 
-def pack(weight: Dense) -> Tensor | None:
+def pack(weight: Weight) -> Tensor | None:
     """The weight as `linear` multiplies it fastest: on a CPU in oneDNN's layout; None: as it is.
 
     bfloat16 is packed as float32 where the processor cannot multiply it, which is ten times faster there.
@@ -24,7 +24,7 @@ def pack(weight: Dense) -> Tensor | None:
     return packed
 
 
-def linear(x: Tensor, weight: Dense, bias: Tensor | None, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+def linear(x: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtype, out: Tensor | None) -> Tensor:
     """See `by_weight.Linear`."""
     packed = weight.packed
     if x.is_cuda and bias is None and dtype is torch.float32 and x.dtype is not dtype:  # logits: sums are not rounded

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from batchrun.ops import dense_fixed, int8_torch, torch_ops
+from batchrun.ops import dense_fixed, torch_ops
 from batchrun.ops.attention_batch import AttentionBatch
 from batchrun.ops.attention_batch import no_plan as attention_plan
 from batchrun.ops.by_weight import by_weight
+from batchrun.ops.kv_numbers import read
 from batchrun.ops.tiles import tiled
 from batchrun.ops.torch_ops import add_rms_norm, argmax, draw, rms_norm, rope_kv_write, token_logprobs
 
@@ -39,7 +40,7 @@ _ITEMS = 16  # query tiles of one attention call
 _QUERIES = 4  # consecutive queries of one sequence in a tile
 _KEYS = 128  # consecutive keys in a tile
 
-pack, linear = by_weight(dense=dense_fixed, int8=int8_torch)
+pack, linear = by_weight(dense=dense_fixed)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -61,6 +62,7 @@ def attention(
     batch: AttentionBatch,
     *,
     scale: float,
+    kv_scales: tuple[Tensor, Tensor] | None = None,
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
@@ -77,9 +79,8 @@ def attention(
         count = (batch.cu_q[rows + 1] - tokens).clamp(max=_QUERIES)
         lane = torch.arange(_QUERIES, device=q.device)
         index = (tokens[:, None] + lane).clamp(max=len(q) - 1)
-        result = _attend_tiles(
-            q[index], k_cache, v_cache, batch.block_table[rows], firsts[:, None] + lane, scale, window, softcap
-        )
+        table, positions = batch.block_table[rows], firsts[:, None] + lane
+        result = _attend_tiles(q[index], k_cache, v_cache, kv_scales, table, positions, scale, window, softcap)
         real = (lane < count[:, None]) & (torch.arange(_ITEMS, device=q.device) < _ITEMS - pad)[:, None]
         out[index[real]] = result[real]
     return out
@@ -98,6 +99,7 @@ def _attend_tiles(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
+    kv_scales: tuple[Tensor, Tensor] | None,
     table: Tensor,
     positions: Tensor,
     scale: float,
@@ -105,8 +107,8 @@ def _attend_tiles(
     softcap: float | None,
 ) -> Tensor:
     """Attention of query tiles [I, Q, HQ, D] at ``positions`` [I, Q] over the blocks of ``table`` [I, P]."""
-    n_kv_heads, block_size, head_dim = k_cache.shape[1:]
-    items, queries, n_heads, _ = q.shape
+    n_kv_heads, block_size = k_cache.shape[1:3]
+    items, queries, n_heads, head_dim = q.shape
     grouped = (
         q.float()
         .view(items, queries, n_kv_heads, -1, head_dim)
@@ -120,8 +122,11 @@ def _attend_tiles(
         keys = torch.arange(key, key + _KEYS, device=q.device)
         blocks = table[:, (keys // block_size).clamp(max=table.shape[1] - 1)].long()
         k, v = (
-            c[blocks, :, keys % block_size].transpose(1, 2).reshape(-1, _KEYS, head_dim).float()
-            for c in (k_cache, v_cache)
+            read(cache, scales, blocks, slice(None), keys % block_size)
+            .transpose(1, 2)
+            .reshape(-1, _KEYS, head_dim)
+            .float()
+            for cache, scales in zip((k_cache, v_cache), kv_scales or (None, None), strict=True)
         )
         scores = grouped @ k.transpose(1, 2) * scale
         if softcap is not None:

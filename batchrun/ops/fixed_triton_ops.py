@@ -19,7 +19,7 @@ from batchrun.kernels.gpu import (
     token_logprobs,
 )
 from batchrun.kernels.gpu.attention_plan import Plan
-from batchrun.ops import dense_fixed, int8_torch
+from batchrun.ops import dense_fixed, fp8_triton_fixed, grouped_triton_fixed
 from batchrun.ops.by_weight import by_weight
 from batchrun.ops.triton_ops import fill_plan, make_plan
 
@@ -39,7 +39,7 @@ __all__ = [
     "token_logprobs",
 ]
 
-pack, linear = by_weight(dense=dense_fixed, int8=int8_torch)
+pack, linear = by_weight(dense=dense_fixed, grouped=grouped_triton_fixed, fp8=fp8_triton_fixed)
 
 
 def attention_plan(

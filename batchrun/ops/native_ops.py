@@ -1,7 +1,7 @@
 """The operations on a CPU with native kernels: each row's bits are its own."""
 
 from batchrun.kernels.cpu import argmax, attention, draw, rope_kv_write, silu_mul
-from batchrun.ops import dense_native, int8_native
+from batchrun.ops import dense_native, grouped_native
 from batchrun.ops.attention_batch import no_plan as attention_plan
 from batchrun.ops.by_weight import by_weight
 from batchrun.ops.fixed_ops import gelu_mul
@@ -23,4 +23,4 @@ __all__ = [
     "token_logprobs",
 ]
 
-pack, linear = by_weight(dense=dense_native, int8=int8_native)
+pack, linear = by_weight(dense=dense_native, grouped=grouped_native)

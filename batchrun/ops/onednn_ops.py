@@ -4,7 +4,7 @@ The rows of those may differ with M.
 """
 
 from batchrun.kernels.cpu import argmax, attention, draw, rope_kv_write, silu_mul
-from batchrun.ops import dense_torch, int8_native
+from batchrun.ops import dense_torch, grouped_native
 from batchrun.ops.attention_batch import no_plan as attention_plan
 from batchrun.ops.by_weight import by_weight
 from batchrun.ops.fixed_ops import gelu_mul
@@ -26,4 +26,4 @@ __all__ = [
     "token_logprobs",
 ]
 
-pack, linear = by_weight(dense=dense_torch, int8=int8_native)
+pack, linear = by_weight(dense=dense_torch, grouped=grouped_native)

@@ -6,15 +6,18 @@ row may differ in the last bits with the rows beside it; `fixed_ops` is the vari
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from batchrun.ops import dense_torch, int8_torch
+from batchrun.ops import dense_torch
 from batchrun.ops.attention_batch import AttentionBatch
 from batchrun.ops.attention_batch import no_plan as attention_plan
 from batchrun.ops.by_weight import by_weight
 from batchrun.ops.draw import draw
+from batchrun.ops.kv_numbers import read, write
 from batchrun.ops.logprobs import token_logprobs
 
 __all__ = [
@@ -34,7 +37,7 @@ __all__ = [
 
 _GATHER_BYTES = 64 << 20  # KV gathered at once for decode rows
 
-pack, linear = by_weight(dense=dense_torch, int8=int8_torch)
+pack, linear = by_weight(dense=dense_torch)
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -81,6 +84,7 @@ def rope_kv_write(
     k_cache: Tensor,
     v_cache: Tensor,
     *,
+    kv_scales: tuple[Tensor, Tensor] | None = None,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
@@ -88,17 +92,19 @@ def rope_kv_write(
     """Rotate queries and keys, write keys and values into the paged cache, return the queries [T, HQ, D].
 
     ``qkv`` [T, (HQ + 2 HKV) D]; ``cos_sin`` [P, D] float32, cosines then sines of D/2 frequencies (rotate-half form);
-    ``slots`` [T] int64; caches [n_blocks, HKV, block_size, D]. ``q_norm`` and ``k_norm`` [D] are applied per head
+    ``slots`` [T] int64; caches [n_blocks, HKV, block_size, D], or as `kv_numbers` keeps D numbers, ``kv_scales``
+    [n_blocks, HKV, block_size] being those of keys and of values. ``q_norm`` and ``k_norm`` [D] are applied per head
     before the rotation (Qwen3).
     """
-    _, n_kv_heads, block_size, head_dim = k_cache.shape
+    n_kv_heads, block_size, head_dim = k_cache.shape[1], k_cache.shape[2], cos_sin.shape[1]
     q, k, v = qkv.view(len(qkv), -1, head_dim).tensor_split([-2 * n_kv_heads, -n_kv_heads], dim=1)
     if q_norm is not None and k_norm is not None:
         q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
     cos, sin = cos_sin[positions][:, None].chunk(2, dim=-1)
     blocks, offsets = slots // block_size, slots % block_size
-    k_cache[blocks, :, offsets] = rotate(k, cos, sin).to(k_cache.dtype)
-    v_cache[blocks, :, offsets] = v.to(v_cache.dtype)
+    k_scales, v_scales = kv_scales or (None, None)
+    write(rotate(k, cos, sin), k_cache, k_scales, blocks, offsets)
+    write(v, v_cache, v_scales, blocks, offsets)
     return rotate(q, cos, sin)
 
 
@@ -115,30 +121,34 @@ def attention(
     batch: AttentionBatch,
     *,
     scale: float,
+    kv_scales: tuple[Tensor, Tensor] | None = None,
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
     """Causal attention of ragged queries [T, HQ, D] over the paged cache [n_blocks, HKV, block_size, D]; like q.
 
-    A query at position p sees positions in (p - window, p]. Scores are ``softcap * tanh(scores / softcap)`` if given.
+    ``kv_scales`` as in `rope_kv_write`. A query at position p sees positions in (p - window, p]. Scores are
+    ``softcap * tanh(scores / softcap)`` if given.
     """
     out = torch.empty_like(q)
     q_len = batch.cu_q.diff()
     decode = (q_len == 1).nonzero()[:, 0]
-    bytes_per_row = 2 * k_cache[0].numel() * k_cache.element_size() * batch.block_table.shape[1]
+    attend = partial(_attend, caches=(k_cache, v_cache), kv_scales=kv_scales, scale=scale, softcap=softcap)
+    head_bytes = q.shape[-1] * q.element_size()
+    bytes_per_row = 2 * k_cache[0, ..., 0].numel() * head_bytes * batch.block_table.shape[1]
     for rows in decode.split(max(1, _GATHER_BYTES // bytes_per_row)) if len(decode) else ():
         tokens = batch.cu_q[rows].long()
         lengths = batch.kv_len[rows]
         table = batch.block_table[rows, : _n_blocks(int(lengths.max()), k_cache)]
         mask = visible(lengths[:, None] - 1, table.shape[1] * k_cache.shape[2], window)
-        out[tokens] = _attend(q[tokens][:, None], k_cache, v_cache, table, mask, scale, softcap)[:, 0]
+        out[tokens] = attend(q[tokens][:, None], table, mask)[:, 0]
     for row in (q_len > 1).nonzero()[:, 0].tolist():
         begin, end = int(batch.cu_q[row]), int(batch.cu_q[row + 1])
         length = int(batch.kv_len[row])
         table = batch.block_table[row : row + 1, : _n_blocks(length, k_cache)]
         positions = torch.arange(length - (end - begin), length, device=q.device)[None]
         mask = visible(positions, table.shape[1] * k_cache.shape[2], window)
-        out[begin:end] = _attend(q[None, begin:end], k_cache, v_cache, table, mask, scale, softcap)[0]
+        out[begin:end] = attend(q[None, begin:end], table, mask)[0]
     return out
 
 
@@ -156,12 +166,22 @@ def _n_blocks(length: int, cache: Tensor) -> int:
 
 
 def _attend(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, mask: Tensor, scale: float, softcap: float | None
+    q: Tensor,
+    table: Tensor,
+    mask: Tensor,
+    *,
+    caches: tuple[Tensor, Tensor],
+    kv_scales: tuple[Tensor, Tensor] | None,
+    scale: float,
+    softcap: float | None,
 ) -> Tensor:
     """Dense attention of [B, Q, HQ, D] over the blocks of ``table`` [B, P] under ``mask`` [B, Q, P * block_size]."""
-    k = k_cache[table.long()].transpose(1, 2).flatten(2, 3)  # [B, HKV, K, D]
+    k, v = (
+        read(cache, scales, table.long()).transpose(1, 2).flatten(2, 3)  # [B, HKV, K, D]
+        for cache, scales in zip(caches, kv_scales or (None, None), strict=True)
+    )
     # Not a number times the zero weight of a masked key would be one too; a row of its own shows by its scores.
-    v = v_cache[table.long()].transpose(1, 2).flatten(2, 3).nan_to_num()
+    v = v.nan_to_num()
     heads = q.transpose(1, 2)
     if softcap is None:
         attended = functional.scaled_dot_product_attention(

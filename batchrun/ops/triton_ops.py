@@ -22,7 +22,7 @@ from batchrun.kernels.gpu import (
 )
 from batchrun.kernels.gpu.attention import max_lines
 from batchrun.kernels.gpu.attention_plan import Plan, Sizes, padded, plan
-from batchrun.ops import dense_torch, int8_torch
+from batchrun.ops import dense_torch, fp8_triton, grouped_triton
 from batchrun.ops.by_weight import by_weight
 
 __all__ = [
@@ -41,7 +41,7 @@ __all__ = [
     "token_logprobs",
 ]
 
-pack, linear = by_weight(dense=dense_torch, int8=int8_torch)
+pack, linear = by_weight(dense=dense_torch, grouped=grouped_triton, fp8=fp8_triton)
 
 
 def attention_plan(

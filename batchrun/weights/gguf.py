@@ -24,6 +24,21 @@ _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _GGML_F32 = 0
+PLAIN = frozenset({_GGML_F32, 1, 30})  # encodings that are floats: with float16 and bfloat16
+# Bytes that a number takes in memory where its encoding stays packed: with a float32 scale for each group, and perhaps
+# a minimum. See batchrun.weights.dequantize.
+_PACKED = {
+    2: 0.5 + 8 / 32,  # Q4_0
+    3: 0.5 + 8 / 32,  # Q4_1
+    6: 1 + 4 / 32,  # Q5_0
+    7: 1 + 8 / 32,  # Q5_1
+    8: 1 + 4 / 32,  # Q8_0
+    10: 0.5 + 8 / 16,  # Q2_K
+    11: 0.5 + 8 / 16,  # Q3_K
+    12: 0.5 + 8 / 32,  # Q4_K
+    13: 1 + 8 / 32,  # Q5_K
+    14: 1 + 4 / 16,  # Q6_K
+}
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
@@ -76,6 +91,12 @@ class GGUFTensor:
         return self.offset + n_rows * row_bytes(self.ggml_type, length)
 
 
+def resident_bytes(gguf: GGUFFile, dtype_bytes: int) -> int:
+    """Bytes that the matrices take in memory: packed, or as plain numbers of ``dtype_bytes`` each."""
+    matrices = (tensor for tensor in gguf.tensors.values() if len(tensor.shape) > 1)
+    return int(sum(math.prod(each.shape) * _PACKED.get(each.ggml_type, dtype_bytes) for each in matrices))
+
+
 def row_bytes(kind: int, n: int) -> int:
     """Bytes that a row of ``n`` numbers takes. Raises ``ValueError`` if encoding ``kind`` is unknown or cannot be."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -123,9 +144,11 @@ def _read_gguf(path: Path, _version: int, vocabulary: bool) -> GGUFFile:
 
 
 def check_tensors(gguf: GGUFFile) -> None:
-    """Raises :class:`JobError` if a tensor has an encoding that is unknown, or is not all there."""
+    """Raises :class:`JobError` if a tensor has an encoding that is unknown, is empty, or is not all there."""
     size = gguf.path.stat().st_size
     for tensor in gguf.tensors.values():
+        if 0 in tensor.shape:
+            raise JobError(f"{gguf.path}: tensor {tensor.name} is {list(tensor.shape)}: it holds no numbers")
         try:
             end = tensor.end
         except ValueError as error:

@@ -6,11 +6,12 @@ two reads, so that loading needs the memory of the finished weights and of one t
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,30 +19,24 @@ from safetensors import SafetensorError, safe_open
 
 from batchrun.errors import JobError
 from batchrun.model_files import ModelFiles
-from batchrun.weights.dequantize import dequantize, float_dtype
+from batchrun.weights import awq, bitsandbytes, compressed_tensors, fp8, gptq, mxfp4
+from batchrun.weights.dequantize import Bytes, GGMLType, dequantize, float_dtype, grouped, is_grouped, is_plain
+from batchrun.weights.formats import Weight, cat
 from batchrun.weights.gguf import GGUFTensor, check_tensors, read_gguf, row_bytes
+from batchrun.weights.quantization_config import check, method
+from batchrun.weights.stored import SafeTensor, StoredTensor
 
 _CHUNK_ELEMENTS = 1 << 18  # numbers decoded at a time: their floats stay in a core's cache
-_SAFETENSORS_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_FORMATS = {
+    "awq": awq.tensors,
+    "bitsandbytes": bitsandbytes.tensors,
+    "compressed-tensors": compressed_tensors.tensors,
+    "fp8": fp8.tensors,
+    "gptq": gptq.tensors,
+    "mxfp4": mxfp4.tensors,
+}
 
-
-class StoredTensor(Protocol):
-    """One tensor of a checkpoint file."""
-
-    @property
-    def path(self) -> Path:
-        """The file that holds it."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Rows (outputs) first."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The stored floating dtype; float32 for quantised blocks."""
-
-    def copy_into(self, out: torch.Tensor) -> None:
-        """Write it into the contiguous ``out`` (its shape, any floating dtype and device), as ``copy_`` converts."""
+logger = logging.getLogger(__name__)
 
 
 class WeightSource:
@@ -67,7 +62,7 @@ class WeightSource:
 
 
 def open_weights(files: ModelFiles) -> WeightSource:
-    """Open the weights of a resolved model; reads headers only.
+    """Open the weights of a resolved model; reads headers only, and what a quantized one says of its shapes.
 
     Raises :class:`JobError` if a file is damaged, cut short or of an encoding that nobody here can decode.
     """
@@ -75,34 +70,18 @@ def open_weights(files: ModelFiles) -> WeightSource:
         raise JobError(f"{files.reference}: the model was resolved without its weights")
     if files.format == "gguf":
         return WeightSource(_gguf_tensors(files.weights[0], int(files.config["head_dim"])))
-    return WeightSource({name: tensor for path in files.weights for name, tensor in _safetensors(path)})
+    tensors = {name: tensor for path in files.weights for name, tensor in _safetensors(path)}
+    if config := files.config.get("quantization_config"):
+        return WeightSource(_FORMATS[method(config)](tensors, check(config)))
+    return WeightSource(tensors)
 
 
-@dataclass(frozen=True, slots=True)
-class _SafeTensor:
-    path: Path
-    name: str
-    shape: tuple[int, ...]
-    encoding: str
-
-    @property
-    def dtype(self) -> torch.dtype:
-        if self.encoding not in _SAFETENSORS_FLOATS:
-            raise JobError(f"{self.path}: tensor {self.name} holds {self.encoding} values, not plain floats")
-        return _SAFETENSORS_FLOATS[self.encoding]
-
-    def copy_into(self, out: torch.Tensor) -> None:
-        # Opened for each tensor: pages of an open map count as this process's memory, whether still needed or not.
-        with safe_open(self.path, framework="pt") as shard:
-            out.copy_(shard.get_tensor(self.name))
-
-
-def _safetensors(path: Path) -> Iterator[tuple[str, _SafeTensor]]:
+def _safetensors(path: Path) -> Iterator[tuple[str, SafeTensor]]:
     try:
         with safe_open(path, framework="pt") as shard:
             for name in shard.keys():  # noqa: SIM118 (a safetensors file is no mapping)
                 stored = shard.get_slice(name)
-                yield name, _SafeTensor(path, name, tuple(stored.get_shape()), stored.get_dtype())
+                yield name, SafeTensor(path, name, tuple(stored.get_shape()), stored.get_dtype())
     except (OSError, SafetensorError) as error:
         raise JobError(f"{path}: not a readable safetensors file: {error}") from error
 
@@ -123,17 +102,31 @@ class _GGMLTensor:
 
     def copy_into(self, out: torch.Tensor) -> None:
         n_rows, length = self.tensor.rows
+        rows, start = out.view(n_rows, length), 0
+        with _one_thread():
+            for raw in self._chunks():
+                part = rows[start : start + len(raw)]
+                part.copy_(dequantize(raw.reshape(-1), self.tensor.ggml_type).view(part.shape))
+                start += len(raw)
+
+    def quantized(self, dtype: torch.dtype) -> Weight | None:
+        kind, (_, length) = self.tensor.ggml_type, self.tensor.rows
+        if not is_grouped(kind):
+            return None
+        with _one_thread():
+            return cat([grouped(raw.reshape(-1), kind, length, dtype) for raw in self._chunks()])
+
+    def _chunks(self) -> Iterator[Bytes]:
+        """The tensor's bytes, [rows, bytes], some whole rows at a time, in the order in which models want them."""
+        n_rows, length = self.tensor.rows
         step = self.head_dim or max(1, _CHUNK_ELEMENTS // length)
         n_bytes = row_bytes(self.tensor.ggml_type, length)
-        rows = out.view(n_rows, length)
-        with self.path.open("rb") as file, _one_thread():
+        with self.path.open("rb") as file:
             file.seek(self.tensor.offset)
             for start in range(0, n_rows, step):
-                part = rows[start : start + step]
-                chunk = dequantize(np.fromfile(file, np.uint8, len(part) * n_bytes), self.tensor.ggml_type)
-                if self.head_dim:
-                    chunk = chunk.view(-1, 2, length).transpose(0, 1)
-                part.copy_(chunk.reshape(part.shape))
+                count = min(step, n_rows - start)
+                raw = np.fromfile(file, np.uint8, count * n_bytes).reshape(count, n_bytes)
+                yield raw.reshape(-1, 2, n_bytes).swapaxes(0, 1).reshape(count, n_bytes) if self.head_dim else raw
 
 
 @contextmanager
@@ -154,6 +147,16 @@ def _gguf_tensors(path: Path, head_dim: int) -> dict[str, _GGMLTensor]:
     for tensor in gguf.tensors.values():
         name = tensor.hf_name
         interleaved = gguf.architecture == "llama" and (".q_proj." in name or ".k_proj." in name)
+        n_rows, _ = tensor.rows
+        if interleaved and (head_dim < 1 or head_dim % 2 or n_rows % head_dim):
+            raise JobError(
+                f"{path}: tensor {tensor.name} has {n_rows} rows, which are no whole heads of two halves, "
+                f"each head of {head_dim}"
+            )
         found[name] = _GGMLTensor(path, tensor, head_dim if interleaved else None)
     found.pop("rope_freqs.weight", None)  # it has become config["rope_scaling"]
+    kinds = Counter(GGMLType(each.tensor.ggml_type) for each in found.values())
+    if widened := [kind for kind in kinds if not is_plain(kind) and not is_grouped(kind)]:
+        shown = ", ".join(f"{kind.name} ({kinds[kind]} tensors)" for kind in sorted(widened))
+        logger.info("%s: these encodings have no packed form here and become plain numbers: %s", path.name, shown)
     return found

@@ -2,17 +2,19 @@
 
 They are compiled on first use (see :mod:`batchrun.kernels.cpu.build`); where that is impossible :func:`available` is
 False and the caller computes with torch. All tensors are on the CPU, contiguous (of caches: the blocks of a head),
-float32 or bfloat16, and are neither copied nor kept; sums are fp32, those of int8 exact. **A token's result is bitwise
-independent** of the other rows of the batch, of how its request was cut into chunks, of block size and placement, and
-of the number of threads (``torch.get_num_threads()``); it does depend on the processor's vector width and on whether it
-multiplies bfloat16, where it may take subnormal numbers for zero. Every function raises ValueError for a wrong dtype,
-shape or layout, and for an index outside of the cache or table, before anything is written.
+float32 or bfloat16, and are neither copied nor kept; sums are fp32, those of a group of integers exact. **A token's
+result is bitwise independent** of the other rows of the batch, of how its request was cut into chunks, of block size
+and placement, and of the number of threads (``torch.get_num_threads()``); it does depend on the processor's vector
+width and on whether it multiplies bfloat16, where it may take subnormal numbers for zero. Every function raises
+ValueError for a wrong dtype, shape or layout, and for an index outside of the cache or table, before anything is
+written.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import math
 from ctypes import c_bool, c_char_p, c_float, c_int, c_int64, c_void_p
 from functools import cache
 from typing import Protocol
@@ -25,7 +27,7 @@ from . import build
 
 __all__ = [
     "AttentionBatch",
-    "Int8Panels",
+    "GroupedPanels",
     "Panels",
     "add_rms_norm",
     "argmax",
@@ -33,7 +35,7 @@ __all__ = [
     "available",
     "draw",
     "linear",
-    "linear_int8",
+    "linear_grouped",
     "rms_norm",
     "rope_kv_write",
     "silu_mul",
@@ -42,25 +44,27 @@ __all__ = [
 ]
 
 MAX_HEAD_DIM = 256
+MAX_GROUP = 1 << 16  # columns of a group of integers: the activations' keep 8 bits
 DTYPES = (torch.float32, torch.bfloat16)
 
 _INDICES = (torch.int32, torch.int64)
+_CACHES = (*DTYPES, torch.int8, torch.float8_e4m3fn, torch.uint8)  # in the order of `with_cache_type` in ``kv_cache.h``
 
 _SIGNATURES = {
     "batchrun_rms_norm": [c_void_p] * 4 + [c_int64, c_int, c_float, c_bool, c_int],
-    "batchrun_pack": [c_void_p] * 2 + [c_int, c_int, c_bool, c_int],
+    "batchrun_pack": [c_void_p] * 2 + [c_int] * 4,
     "batchrun_linear": [c_void_p] * 4 + [c_int64, c_int, c_int, c_bool, c_bool, c_int],
-    "batchrun_linear_int8": [c_void_p] * 5 + [c_int64, c_int, c_int, c_bool, c_bool, c_int],
+    "batchrun_linear_grouped": [c_void_p] * 6 + [c_int64] + [c_int] * 3 + [c_bool] * 3 + [c_int],
     "batchrun_argmax": [c_void_p] * 2 + [c_int64, c_int, c_int],
     "batchrun_draw": [c_void_p] * 8 + [c_int64, c_int, c_int],
     "batchrun_silu_mul": [c_void_p] * 2 + [c_int64, c_int, c_bool, c_int],
     "batchrun_rope_kv_write": [c_void_p] * 3
     + [c_bool, c_void_p, c_bool]
-    + [c_void_p] * 5
-    + [c_int64] * 4
+    + [c_void_p] * 7
+    + [c_int64] * 5
     + [c_int] * 4
-    + [c_float, c_bool, c_bool, c_int],
-    "batchrun_attention": [c_void_p] * 7 + [c_int64] * 3 + [c_int] * 7 + [c_float, c_float, c_bool, c_bool, c_int],
+    + [c_float, c_bool, c_int, c_int],
+    "batchrun_attention": [c_void_p] * 9 + [c_int64] * 4 + [c_int] * 7 + [c_float, c_float, c_bool, c_int, c_int],
 }
 
 
@@ -92,51 +96,112 @@ class Panels:
     def __init__(self, weight: Tensor) -> None:
         n, k = _floats("weight", weight, 2)
         _require(k > 0, "the weight has no columns")
-        self.data = _pack(weight, 4 // weight.element_size())
+        per_word = 4 // weight.element_size()
+        if k % per_word:
+            weight = functional.pad(weight, (0, per_word - k % per_word))
+        self.data = _pack(weight, per_word)
         self.shape = (n, k)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that it takes."""
+        return self.data.nbytes
 
     def to_dense(self) -> Tensor:
         """The weight [N, K] (a copy)."""
-        return _unpack(self.data, self.shape)
+        return _unpack(self.data)[: self.shape[0], : self.shape[1]]
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows ``ids`` (integers [...]) of the weight, [..., K]."""
+        return _rows(self.data, ids)[..., : self.shape[1]]
 
 
-class Int8Panels:
-    """A linear layer's weight in 8 bits, in the layout that :func:`linear_int8` multiplies (a copy).
+class GroupedPanels:
+    """A linear layer's weight of small integers, in the layout that :func:`linear_grouped` multiplies (a copy).
 
-    ``values`` int8 [N, K], from -127 to 127, times ``scales`` float32 [N].
+    Args:
+        stored: int8 [N, K] for 8 bits, uint8 [N, K / 2] for 4, the low half of a byte being the first of two columns.
+        scales, minimums: float32 [N, G], for each of G groups of neighbouring columns; an element is
+            ``scale * integer + minimum``. None: no minimums.
+        order: int64 [K], the input that each column multiplies; None: its own.
     """
 
-    __slots__ = ("data", "scales", "shape")
+    __slots__ = ("bits", "data", "minimums", "order", "scales", "shape")
 
-    def __init__(self, values: Tensor, scales: Tensor) -> None:
-        _require(values.dim() == 2, f"values must be [N, K], not {tuple(values.shape)}")
-        _like("values", values, values.shape, torch.int8)
-        n, k = values.shape
-        _like("scales", scales, (n,), torch.float32)
-        most = _library().batchrun_max_int8_depth()
-        _require(0 < k <= most, f"the weight has {k} columns; 1 to {most} can be summed exactly")
-        self.data = _pack(values, 2)
-        self.scales = scales
-        self.shape = (n, k)
+    def __init__(
+        self, stored: Tensor, scales: Tensor, minimums: Tensor | None, order: Tensor | None = None, *, bits: int
+    ) -> None:
+        _require(bits in (4, 8), f"integers have 4 or 8 bits, not {bits}")
+        _require(stored.dim() == 2, f"the weight must be a matrix, not {tuple(stored.shape)}")
+        _like("stored", stored, stored.shape, torch.int8 if bits == 8 else torch.uint8)
+        n, k = stored.shape[0], stored.shape[1] * 8 // bits
+        groups = scales.shape[-1]
+        _require(groups > 0 and 0 < k <= MAX_GROUP * groups and k % groups == 0, f"{k} columns make no {groups} groups")
+        _require(groups == 1 or k // groups % 2 == 0, f"groups of {k // groups} columns are odd")
+        for name, each in (("scales", scales), ("minimums", minimums)):
+            if each is not None:
+                _like(name, each, (n, groups), torch.float32)
+        if order is not None:
+            _like("order", order, (k,), torch.int64)
+        if bits == 8 and k % 2:
+            stored = functional.pad(stored, (0, 1))
+        self.data = _pack(stored, 2 if bits == 8 else 1)
+        self.scales, self.minimums = _by_panel(scales), None if minimums is None else _by_panel(minimums)
+        self.order, self.bits, self.shape = order, bits, (n, k)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that it takes."""
+        parts = (self.data, self.scales, self.minimums, self.order)
+        return sum(part.nbytes for part in parts if part is not None)
+
+    @property
+    def group(self) -> int:
+        """Columns of a group."""
+        return self.shape[1] // self.scales.shape[1]
 
     def to_dense(self) -> Tensor:
         """The weight [N, K] float32."""
-        return _unpack(self.data, self.shape) * self.scales[:, None]
+        return self.rows(torch.arange(self.shape[0]))
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows ``ids`` (integers [...]) of the weight, [..., K] float32."""
+        integers = _rows(self.data, ids)
+        if self.bits == 4:
+            integers = torch.stack((integers & 15, integers >> 4), dim=-1).flatten(-2)
+        scales = _rows(self.scales[..., None], ids)
+        numbers = integers[..., : self.shape[1]].unflatten(-1, (scales.shape[-1], -1)) * scales[..., None]
+        if self.minimums is not None:
+            numbers += _rows(self.minimums[..., None], ids)[..., None]
+        numbers = numbers.flatten(-2)
+        return numbers if self.order is None else torch.empty_like(numbers).index_copy_(-1, self.order, numbers)
 
 
 def _pack(weight: Tensor, per_word: int) -> Tensor:
     """A weight [N, K] in panels [N / columns, words, columns, per_word], padded with zeros (see ``linear.h``)."""
-    n, k = weight.shape
-    words, columns = -(-k // per_word), _library().batchrun_panel_columns()
+    n, words = weight.shape[0], weight.shape[1] // per_word
+    columns = _library().batchrun_panel_columns()
     data = torch.empty(-(-n // columns), words, columns, per_word, dtype=weight.dtype)
-    padded = functional.pad(weight, (0, words * per_word - k)) if k % per_word else weight
-    _call("batchrun_pack", padded, data, n, words, weight.dtype is torch.int8)
+    _call("batchrun_pack", weight, data, n, words, per_word * weight.element_size())
     return data
 
 
-def _unpack(panels: Tensor, shape: tuple[int, int]) -> Tensor:
-    n, k = shape
-    return panels.transpose(1, 2).flatten(2).flatten(0, 1)[:n, :k]
+def _by_panel(scales: Tensor) -> Tensor:
+    """[N, G] as [N / columns, G, columns], padded with zeros."""
+    columns = _library().batchrun_panel_columns()
+    padded = functional.pad(scales, (0, 0, 0, -len(scales) % columns))
+    by_panel: Tensor = padded.unflatten(0, (-1, columns)).transpose(1, 2).contiguous()
+    return by_panel
+
+
+def _unpack(panels: Tensor) -> Tensor:
+    return panels.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+def _rows(panels: Tensor, ids: Tensor) -> Tensor:
+    """Rows ``ids`` [...] of what lies in panels [N / columns, words, columns, per_word]: [..., words * per_word]."""
+    columns = panels.shape[2]
+    return panels[ids // columns, :, ids % columns].flatten(-2)
 
 
 def available() -> bool:
@@ -167,19 +232,24 @@ def linear(
     return _multiply("batchrun_linear", x, weight.shape, (weight.data,), bias, dtype, out)
 
 
-def linear_int8(
+def linear_grouped(
     x: Tensor,
-    weight: Int8Panels,
+    weight: GroupedPanels,
     bias: Tensor | None = None,
     dtype: torch.dtype | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """As :func:`linear`: each row of ``x`` is rounded to integers times a scale, and their products are summed exactly.
+    """As :func:`linear`: each group of a row of ``x`` is rounded to integers times a scale, whose products are exact.
 
-    The largest magnitude of a row becomes the largest integer up to 32767 with which no sum of K products can overflow
-    int32. ``bias`` has x's dtype. A row with anything that is not finite gives NaN.
+    The largest magnitude of a group becomes the largest integer up to 32767 with which no sum of its products can
+    overflow int32. ``bias`` has x's dtype. A row with anything that is not finite gives NaN.
     """
-    return _multiply("batchrun_linear_int8", x, weight.shape, (weight.data, weight.scales), bias, dtype, out)
+    if weight.order is not None:
+        x = x[:, weight.order]
+    parts = (weight.data, weight.scales, weight.minimums)
+    return _multiply(
+        "batchrun_linear_grouped", x, weight.shape, parts, bias, dtype, out, weight.group, weight.bits == 4
+    )
 
 
 def attention(
@@ -189,6 +259,7 @@ def attention(
     batch: AttentionBatch,
     *,
     scale: float,
+    kv_scales: tuple[Tensor, Tensor] | None = None,
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
@@ -200,9 +271,12 @@ def attention(
             probabilities are rounded to it. Within a block and head lie, as :func:`rope_kv_write` leaves them, keys as
             [D / P, block_size, P] and values as [block_size / P, D, P], P elements being 32 bits, which divides
             block_size. Only the two last dimensions need be contiguous: both may be views of one tensor in which they
-            alternate.
+            alternate. Or, with ``kv_scales``, int8, float8_e4m3fn or uint8 (of two integers of 4 bits, D being twice
+            the last dimension) in the order of ``kv_cache.h``: an element is a number times its key's or value's scale.
+            Integers are multiplied by queries and probabilities of 16 bits, 8-bit floats by those of q's dtype.
         batch: see :class:`AttentionBatch`.
         scale: factor of the dot products.
+        kv_scales: float32 [n_blocks, HKV, block_size] of the keys and of the values, the blocks of a head contiguous.
         window: a query at position p sees the keys after p - window; None: all up to p.
         softcap: scores become ``softcap * tanh(score / softcap)``.
 
@@ -210,7 +284,7 @@ def attention(
         [T, HQ, D] of q's dtype.
     """
     tokens, q_heads, dim = _floats("q", q, 3)
-    n_blocks, kv_heads, block_size, cache_dim = _caches(k_cache, v_cache)
+    n_blocks, kv_heads, block_size, cache_dim, pages = _caches(k_cache, v_cache, kv_scales)
     _check_heads(q_heads, kv_heads, dim)
     _require(cache_dim == dim, f"q has head_dim {dim}, the cache {cache_dim}")
     _require(window is None or window > 0, f"window must be positive, not {window}")
@@ -224,9 +298,9 @@ def attention(
     out = torch.empty_like(q)
     _call(
         "batchrun_attention",
-        *(q, k_cache, v_cache, out, batch.cu_q, batch.kv_len, table, tokens, n_blocks, k_cache.stride(1)),
-        *(rows, table.shape[1], q_heads, kv_heads, dim, block_size, window or 0, scale, softcap or 0.0),
-        *(q.dtype is torch.bfloat16, k_cache.dtype is torch.bfloat16),
+        *(q, k_cache, v_cache, *(kv_scales or (None, None)), out, batch.cu_q, batch.kv_len, table),
+        *(tokens, n_blocks, *pages, rows, table.shape[1], q_heads, kv_heads, dim, block_size, window or 0),
+        *(scale, softcap or 0.0, q.dtype is torch.bfloat16, _CACHES.index(k_cache.dtype)),
     )
     return out
 
@@ -301,6 +375,7 @@ def rope_kv_write(
     k_cache: Tensor,
     v_cache: Tensor,
     *,
+    kv_scales: tuple[Tensor, Tensor] | None = None,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
@@ -313,14 +388,15 @@ def rope_kv_write(
             with i + D / 2 (``rotate_half`` of Hugging Face).
         positions: int32 or int64 [T].
         slots: int32 or int64 [T]: ``block * block_size + offset`` in the cache.
-        k_cache, v_cache: as :func:`attention` reads them, written in place; the dtype may differ from qkv's.
+        k_cache, v_cache, kv_scales: as :func:`attention` reads them, written in place; the dtype may differ from
+            qkv's. Small numbers are the nearest, the largest magnitude of a key or value becoming the largest number.
         q_norm, k_norm: [D] of qkv's dtype, or None; eps belongs to them.
 
     Returns:
         The rotated queries, [T, HQ, D] of qkv's dtype.
     """
     tokens, width = _floats("qkv", qkv, 2)
-    n_blocks, kv_heads, block_size, dim = _caches(k_cache, v_cache)
+    n_blocks, kv_heads, block_size, dim, pages = _caches(k_cache, v_cache, kv_scales)
     q_heads, rest = divmod(width - 2 * kv_heads * dim, dim)
     _require(rest == 0, f"qkv of width {width} does not fit {kv_heads} KV heads of {dim}")
     _check_heads(q_heads, kv_heads, dim)
@@ -335,8 +411,9 @@ def rope_kv_write(
     _call(
         "batchrun_rope_kv_write",
         *(qkv, cos_sin, positions, positions.dtype is torch.int64, slots, slots.dtype is torch.int64),
-        *(k_cache, v_cache, q_norm, k_norm, q, tokens, cos_sin.shape[0], n_blocks, k_cache.stride(1)),
-        *(q_heads, kv_heads, dim, block_size, eps, qkv.dtype is torch.bfloat16, k_cache.dtype is torch.bfloat16),
+        *(k_cache, v_cache, *(kv_scales or (None, None)), q_norm, k_norm, q),
+        *(tokens, cos_sin.shape[0], n_blocks, *pages),
+        *(q_heads, kv_heads, dim, block_size, eps, qkv.dtype is torch.bfloat16, _CACHES.index(k_cache.dtype)),
     )
     return q
 
@@ -345,12 +422,13 @@ def _multiply(
     function: str,
     x: Tensor,
     shape: tuple[int, int],
-    weight: tuple[Tensor, ...],
+    weight: tuple[Tensor | None, ...],
     bias: Tensor | None,
     dtype: torch.dtype | None,
     out: Tensor | None,
+    *layout: int,
 ) -> Tensor:
-    """Call the C function that multiplies by a weight of ``shape`` [N, K] laid out as ``weight``."""
+    """Call the C function that multiplies by a weight of ``shape`` [N, K] laid out as ``weight`` and ``layout`` say."""
     n, k = shape
     tokens, width = _floats("x", x, 2)
     _require(width == k, f"x is {tuple(x.shape)}, the weight {n, k}")
@@ -362,7 +440,9 @@ def _multiply(
         out = x.new_empty(tokens, n, dtype=dtype)
     else:
         _like("out", out, (tokens, n), dtype)
-    _call(function, x, *weight, bias, out, tokens, n, k, *(each is torch.bfloat16 for each in (x.dtype, dtype)))
+    _call(
+        function, x, *weight, bias, out, tokens, n, k, *layout, *(each is torch.bfloat16 for each in (x.dtype, dtype))
+    )
     return out
 
 
@@ -422,27 +502,40 @@ def _like(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype)
         )
 
 
-def _caches(k_cache: Tensor, v_cache: Tensor) -> torch.Size:
-    """The shape [n_blocks, HKV, block_size, D] of a pair of caches whose blocks and heads lie equally far apart."""
-    _require(
-        k_cache.dim() == 4 and k_cache.dtype in DTYPES, f"k_cache must be 4-dimensional floats, not {k_cache.dtype}"
-    )
-    _, kv_heads, block_size, dim = k_cache.shape
-    page = k_cache.stride(1)
-    _require(block_size * k_cache.element_size() % 4 == 0, f"block_size must be even, not {block_size}")
-    for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
+def _caches(
+    k_cache: Tensor, v_cache: Tensor, kv_scales: tuple[Tensor, Tensor] | None
+) -> tuple[int, int, int, int, tuple[int, int]]:
+    """n_blocks, HKV, block_size and D of a pair of caches; the bytes from a block's head to the next, and of scales."""
+    dtype = k_cache.dtype
+    _require(k_cache.dim() == 4 and dtype in _CACHES, f"k_cache must be 4-dimensional numbers, not {dtype}")
+    n_blocks, kv_heads, block_size, width = k_cache.shape
+    _require(block_size % 2 == 0 or dtype is torch.float32, f"block_size must be even, not {block_size}")
+    _require((dtype in DTYPES) == (kv_scales is None), f"a cache of {dtype} must have scales if it is no floats")
+    page, scale_page = _heads_apart(k_cache.shape, dtype, k_cache=k_cache, v_cache=v_cache), 0
+    if kv_scales is not None:
+        k_scales, v_scales = kv_scales
+        scale_page = _heads_apart(k_cache.shape[:3], torch.float32, k_scales=k_scales, v_scales=v_scales)
+    dim = 2 * width if dtype is torch.uint8 else width
+    return n_blocks, kv_heads, block_size, dim, (page, scale_page)
+
+
+def _heads_apart(shape: torch.Size, dtype: torch.dtype, **tensors: Tensor) -> int:
+    """Bytes from a block's head to the next, of tensors [n_blocks, HKV, ...] that lie alike, the rest contiguous."""
+    page = next(iter(tensors.values())).stride(1)
+    inner = torch.empty(shape[2:], device="meta").stride()
+    for name, tensor in tensors.items():
         if (
-            tensor.shape != k_cache.shape
-            or tensor.dtype is not k_cache.dtype
+            tensor.shape != shape
+            or tensor.dtype is not dtype
             or not tensor.is_cpu
-            or page < block_size * dim
-            or tensor.stride() != (kv_heads * page, page, dim, 1)
+            or page < math.prod(shape[2:])
+            or tensor.stride() != (shape[1] * page, page, *inner)
         ):
             raise ValueError(
-                f"{name} must be a CPU tensor of {k_cache.dtype} {tuple(k_cache.shape)} with contiguous blocks of a "
-                f"head, not {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
+                f"{name} must be a CPU tensor of {dtype} {tuple(shape)} with contiguous blocks of a head, not "
+                f"{tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
             )
-    return k_cache.shape
+    return page * dtype.itemsize
 
 
 def _check_heads(q_heads: int, kv_heads: int, dim: int) -> None:

@@ -12,7 +12,7 @@ static_assert(SPLIT % TILE == 0 && TILE % W == 0 && LINES % BLOCKED_LINES == 0, 
 
 struct Attention {
     const int32_t *cu_q, *kv_len, *block_table;
-    int64_t tokens, n_blocks, page;  // page: elements from one block's head to the next in the cache
+    int64_t tokens, n_blocks, page, scale_page;  // bytes from one block's head to the next, of cache and scales
     int rows, table_width, q_heads, kv_heads, head_dim, block_size, window, threads;  // window 0: none
     float scale, softcap;                                                             // softcap 0: none
     int group = q_heads / kv_heads;  // query heads of a KV head

@@ -4,18 +4,31 @@
 #include <algorithm>
 
 #include "attention_lines.h"
+#include "kv_cache.h"
 
 namespace {
 
-template <class C>
+// A cache of S, and the scales of its keys and values; nullptr where there are none.
+template <class S>
 struct Cache {
-    const C *keys, *values;
+    const S *keys, *values;
+    const float *key_scales, *value_scales;
 };
 
+// Bytes of a token in each of its head's rows of keys: a word, or a pair.
+template <class S>
+constexpr int IN_ROW = IN_PAIRS<S> ? sizeof(S) : sizeof(S) * PER_WORD<S>;
+// The rows.
+template <class S>
+int key_rows(const Attention& a) {
+    return a.head_dim / (IN_PAIRS<S> ? 2 : PER_WORD<S>);
+}
+
 // Neighbouring keys of one block that belong to a tile: `count` from the tile's `first` on, whole words of values. Their
-// words of keys are rows of the block; their words of values follow one another.
+// words or pairs of keys are rows of the block; their values follow one another. nullptr: there are no scales.
 struct Part {
     const char *keys, *values;
+    const float *key_scales, *value_scales;
     int first, count;
 };
 
@@ -28,31 +41,41 @@ struct Tile {
 // Fetches a tile's memory, a few cache lines at each `advance`, between the arithmetic on the tile before, so that
 // neither waits for the other.
 class Prefetch {
-    static constexpr int LINE = 64, WORD = 4;
+    static constexpr int LINE = 64;
     static constexpr int SECOND_LEVEL = 2;  // of cache: the first has no room for another tile
     const Part *part, *last;
     const char* at = nullptr;
-    int row = 0, words, block_size, left = 0;  // of the row that is fetched: lines that are left
-    int pace;                                  // lines of an advance
+    int row = 0, key_rows, in_row, block_size, left = 0;  // of the row that is fetched: lines that are left
+    int pace;                                             // lines of an advance
 
-    // A part of a whole block is one row of keys, any other one for each word; its values are one more.
+    // A part of a whole block is one row of keys, any other has them all; its values are one more, and its scales two.
     void next_row() {
-        int rows = part->count == block_size ? 1 : words;
-        at = row < rows ? part->keys + size_t(row) * block_size * WORD : part->values;
-        left = (part->count * WORD * (row < rows ? words / rows : words) + LINE - 1) / LINE;
-        if (row++ < rows) return;
+        int rows = part->count == block_size ? 1 : key_rows, beyond = row++ - rows;
+        int bytes = part->count * in_row * key_rows;
+        if (beyond < 0) {
+            at = part->keys + size_t(row - 1) * block_size * in_row;
+            bytes /= rows;
+        } else if (beyond == 0) {
+            at = part->values;
+        } else {
+            at = reinterpret_cast<const char*>(beyond == 1 ? part->key_scales : part->value_scales);
+            bytes = part->count * int(sizeof(float));
+        }
+        left = (bytes + LINE - 1) / LINE;
+        if (beyond < (part->key_scales ? 2 : 0)) return;
         row = 0;
         ++part;
     }
 
 public:
-    // `words` of a key, whose neighbours are `block_size` words apart; in `steps` advances.
-    Prefetch(const Tile* tile, int words, int block_size, int steps)
+    // `key_rows` of a block, in each of which a key takes `in_row` bytes; in `steps` advances.
+    Prefetch(const Tile* tile, int key_rows, int in_row, int block_size, int steps)
         : part(tile ? tile->parts : nullptr),
           last(tile ? tile->parts + tile->n_parts : nullptr),
-          words(words),
+          key_rows(key_rows),
+          in_row(in_row),
           block_size(block_size),
-          pace(tile ? (tile->end - tile->begin) * words * WORD * 2 / LINE / steps + 1 : 0) {}
+          pace(tile ? (tile->end - tile->begin) * key_rows * in_row * 2 / LINE / steps + 1 : 0) {}
 
     void advance() {
         for (int due = pace; due > 0;) {
@@ -98,8 +121,9 @@ struct Operands {
     int key_stride;
 };
 
-template <class C>
-void locate(const Attention& a, Cache<C> cache, const Lines& lines, const Visit& visit, Tile& out) {
+// The parts of a visit's tile that begin and end with whole words of C.
+template <class C, class S>
+void locate(const Attention& a, Cache<S> cache, const Lines& lines, const Visit& visit, Tile& out) {
     constexpr int P = PER_WORD<C>;
     out.begin = std::max(lines.key_begin - visit.first_key, 0) / P * P;
     out.end = round_up(std::min(lines.end_of(a, visit) - visit.first_key, TILE), P);
@@ -108,9 +132,16 @@ void locate(const Attention& a, Cache<C> cache, const Lines& lines, const Visit&
     for (int key = out.begin; key < out.end;) {
         int block = (visit.first_key + key) / a.block_size, offset = (visit.first_key + key) % a.block_size;
         int count = std::min(a.block_size - offset, out.end - key);
-        int64_t head = (int64_t(table[block]) * a.kv_heads + lines.kv_head + visit.head) * a.page;
-        out.parts[out.n_parts++] = {reinterpret_cast<const char*>(cache.keys + head + offset * P),
-                                    reinterpret_cast<const char*>(cache.values + head + offset * a.head_dim), key, count};
+        int64_t head = int64_t(table[block]) * a.kv_heads + lines.kv_head + visit.head;
+        auto at = [&](const void* from, int64_t page, int token_bytes) {
+            return static_cast<const char*>(from) + head * page + int64_t(offset) * token_bytes;
+        };
+        auto scales = [&](const float* from) {
+            return from ? reinterpret_cast<const float*>(at(from, a.scale_page, sizeof *from)) : nullptr;
+        };
+        out.parts[out.n_parts++] = {at(cache.keys, a.page, IN_ROW<S>),
+                                    at(cache.values, a.page, key_rows<S>(a) * IN_ROW<S>),
+                                    scales(cache.key_scales), scales(cache.value_scales), key, count};
         key += count;
     }
 }
@@ -150,6 +181,95 @@ void copy(const Attention& a, const Tile& tile, C* keys, C* values, Operands<C>&
             std::fill_n(to + a.head_dim * P, (a.padded_dim() - a.head_dim) * P, C{});
             out.values[j / P] = to;
         }
+    }
+}
+
+// Operands of 8-bit floats, which are exactly C's, in working memory.
+template <class C>
+void widen(const Attention& a, const Tile& tile, const fp8_pair*, C* keys, C* values, Operands<C>& out) {
+    constexpr bool JOINED = PER_WORD<C> == 2;  // two numbers to a word
+    const int half = a.head_dim / 2, padded = a.padded_dim();
+    auto words = [](C* to) { return reinterpret_cast<float*>(to); };
+    out.key_stride = TILE;
+    for (int v = 0; v < TILE / W; ++v) out.keys[v] = keys + v * W * PER_WORD<C>;
+    for (int i = 0; i < tile.n_parts; ++i) {
+        const Part& part = tile.parts[i];
+        auto* from = reinterpret_cast<const fp8_pair*>(part.keys);
+        float* to = words(keys) + part.first;
+        for (int pair = 0; pair < half; ++pair, from += a.block_size, to += JOINED ? TILE : 2 * TILE)
+            for_each_vec(part.count, [&](int key, auto get, auto put) {
+                Pairs x = get(from + key);
+                put(to + key, JOINED ? bit_cast<vec>(join(x.first, x.second)) : x.first);
+                if (!JOINED) put(to + TILE + key, x.second);
+            });
+        from = reinterpret_cast<const fp8_pair*>(part.values);
+        for (int j = part.first; j < part.first + part.count; j += PER_WORD<C>, from += half * PER_WORD<C>) {
+            C* row = values + size_t(j) * padded;
+            for_each_vec(half, [&](int d, auto get, auto put) {
+                Pairs x = get(from + d);
+                if (JOINED) {
+                    Pairs next = get(from + half + d);
+                    x = {bit_cast<vec>(join(x.first, next.first)), bit_cast<vec>(join(x.second, next.second))};
+                }
+                put(words(row) + d, x.first);
+                put(words(row) + half + d, x.second);
+            });
+            std::fill_n(words(row) + a.head_dim, padded - a.head_dim, 0.0f);
+            out.values[j / PER_WORD<C>] = row;
+        }
+    }
+}
+
+// Two integers of 8 bits that are 4-bit integers less their zeros; words of two such.
+inline uint16_t less(uint16_t integers, uint16_t zeros) { return ((integers | 0x8080) - zeros) ^ 0x8080; }
+
+// Keys' pairs as words, n neighbours of them.
+inline void widen_keys(const int4_pair* __restrict from, const uint16_t* __restrict zeros, int n,
+                       uint16_t* __restrict to) {
+    for (int i = 0; i < n; ++i) to[i] = less((from[i].both | from[i].both << 4) & 0x0f0f, zeros[i]);
+}
+
+// Two tokens' pairs of values [half] as words, those of first elements and those of second.
+inline void widen_values(const int4_pair* __restrict from, const int4_pair* __restrict next, uint16_t zeros, int half,
+                         uint16_t* __restrict first, uint16_t* __restrict second) {
+    for (int d = 0; d < half; ++d) {
+        uint16_t a = from[d].both, b = next[d].both;
+        first[d] = less((a & 15) | (b & 15) << 8, zeros);
+        second[d] = less(a >> 4 | (b & 0xf0) << 4, zeros);
+    }
+}
+
+// Operands of 4-bit integers less their zeros, in working memory.
+inline void widen(const Attention& a, const Tile& tile, const int4_pair*, int8_t* keys, int8_t* values,
+                  Operands<int8_t>& out) {
+    const int half = a.head_dim / 2, padded = a.padded_dim();
+    auto words = [](int8_t* to) { return reinterpret_cast<uint16_t*>(to); };
+    out.key_stride = TILE;
+    for (int v = 0; v < TILE / W; ++v) out.keys[v] = keys + v * W * 2;
+    for (int i = 0; i < tile.n_parts; ++i) {
+        const Part& part = tile.parts[i];
+        uint16_t zeros[TILE];
+        for (int key = 0; key < part.count; ++key) zeros[key] = zero_of(part.key_scales[key]) * 0x0101;
+        auto* from = reinterpret_cast<const int4_pair*>(part.keys);
+        for (int pair = 0; pair < half; ++pair, from += a.block_size)
+            widen_keys(from, zeros, part.count, words(keys) + pair * TILE + part.first);
+        from = reinterpret_cast<const int4_pair*>(part.values);
+        for (int j = 0; j < part.count; j += 2, from += a.head_dim) {
+            uint16_t both = zero_of(part.value_scales[j]) | zero_of(part.value_scales[j + 1]) << 8;
+            int8_t* row = values + size_t(part.first + j) * padded;
+            widen_values(from, from + half, both, half, words(row), words(row) + half);
+            std::fill_n(words(row) + a.head_dim, padded - a.head_dim, uint16_t{});
+            out.values[(part.first + j) / 2] = row;
+        }
+    }
+}
+
+// A tile's scales, side by side.
+inline void gather_scales(const Tile& tile, float* key_scales, float* value_scales) {
+    for (int i = 0; i < tile.n_parts; ++i) {
+        const Part& part = tile.parts[i];
+        std::copy_n(part.key_scales, part.count, key_scales + part.first);
+        std::copy_n(part.value_scales, part.count, value_scales + part.first);
     }
 }
 

@@ -7,7 +7,7 @@
 // only decides how many such independent chains run side by side. Fused multiply-adds are explicit and the build turns
 // contraction off (-ffp-contract=off), so that no two instances of a template can round differently.
 //
-// Sums are fp32, but for the exact integers of linear_int8.h; a result in bf16 is rounded once on the way out. Where the
+// Sums are fp32, but for the exact integers of linear_grouped.h; a result in bf16 is rounded once on the way out. Where the
 // processor multiplies bf16 itself it takes subnormal numbers for zero.
 //
 // Each .cpp is a plain C interface. Layouts and shapes of its tensors were checked; what only their contents tell is

@@ -3,8 +3,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 #include "calls.h"
+#include "kv_cache.h"
 #include "vectors.h"
 
 namespace {
@@ -53,7 +55,7 @@ void silu_mul(const T* gate_up, T* out, int64_t rows, int n, int threads) {
 }
 
 struct Rope {
-    int64_t tokens, max_position, n_slots, page;  // page: elements from one block's head to the next in the cache
+    int64_t tokens, max_position, n_slots, page, scale_page;  // bytes from one block's head to the next
     int q_heads, kv_heads, head_dim, block_size, threads;
     float eps;
 };
@@ -85,9 +87,55 @@ inline void rope_head(const T* x, const T* norm, float eps, const float* cos_sin
     });
 }
 
-template <class T, class C>
-void rope_kv_write(const T* qkv, const float* cos_sin, Indices positions, Indices slots, C* k_cache, C* v_cache,
-                   const T* q_norm, const T* k_norm, T* q, const Rope& s) {
+// The keys and values of a block and KV head, and their scales; nullptr: there are none.
+template <class S>
+struct Head {
+    S *keys, *values;
+    float *key_scales, *value_scales;
+
+    // The one that lies `n` heads behind.
+    Head behind(int64_t n, const Rope& s) const {
+        auto move = [n](auto* from, int64_t page) {
+            return reinterpret_cast<decltype(from)>(reinterpret_cast<char*>(from) + n * page);
+        };
+        return {move(keys, s.page), move(values, s.page), move(key_scales, s.scale_page),
+                move(value_scales, s.scale_page)};
+    }
+};
+
+// Keeps a token's key and value [dim] at its offset in a block; the layout is that of kv_cache.h.
+template <class C>
+inline void keep(const C* key, const C* value, int dim, int block_size, int offset, const Head<C>& head) {
+    constexpr int P = PER_WORD<C>;
+    C *keys = head.keys + offset * P, *values = head.values + offset / P * P * dim + offset % P;
+    for (int i = 0; i < dim; ++i) keys[i / P * P * block_size + i % P] = key[i];
+    for (int i = 0; i < dim; ++i) values[i * P] = value[i];
+}
+
+// The same as small numbers, with their scales.
+template <class S>
+inline void keep_small(const float* key, const float* value, int dim, int block_size, int offset, const Head<S>& head) {
+    Scale of_key = small_scale<S>(key, dim), of_value = small_scale<S>(value, dim);
+    head.key_scales[offset] = of_key.value;
+    head.value_scales[offset] = of_value.value;
+    if constexpr (IN_PAIRS<S>) {
+        S *keys = head.keys + offset, *values = head.values + offset * (dim / 2);
+        for (int i = 0; i < dim / 2; ++i) {
+            store_pair(keys + i * block_size, key[2 * i], key[2 * i + 1], of_key);
+            store_pair(values + i, value[i], value[i + dim / 2], of_value);
+        }
+    } else {
+        S keys[MAX_HEAD_DIM], values[MAX_HEAD_DIM];
+        for (int i = 0; i < dim; ++i) keys[i] = nearest(key[i] * of_key.inverse);
+        for (int i = 0; i < dim; ++i) values[i] = nearest(value[i] * of_value.inverse);
+        keep(keys, values, dim, block_size, offset, head);
+    }
+}
+
+template <class T, class S>
+void rope_kv_write(const T* qkv, const float* cos_sin, Indices positions, Indices slots, Head<S> cache, const T* q_norm,
+                   const T* k_norm, T* q, const Rope& s) {
+    using C = std::conditional_t<LARGEST<S> != 0, float, S>;
     int dim = s.head_dim, heads = s.q_heads + 2 * s.kv_heads;
 #pragma omp parallel for num_threads(s.threads) if (s.tokens * heads * dim > THREADS_WORTH_IT)
     for (int64_t token = 0; token < s.tokens; ++token) {
@@ -96,17 +144,17 @@ void rope_kv_write(const T* qkv, const float* cos_sin, Indices positions, Indice
         for (int h = 0; h < s.q_heads; ++h)
             rope_head(x + h * dim, q_norm, s.eps, angles, dim, q + (token * s.q_heads + h) * dim);
         const T *k = x + s.q_heads * dim, *v = k + s.kv_heads * dim;
-        int64_t block = slots[token] / s.block_size, offset = slots[token] % s.block_size;
+        int64_t block = slots[token] / s.block_size;
+        int offset = slots[token] % s.block_size;
         for (int h = 0; h < s.kv_heads; ++h) {
-            // The layout is that of attention.h.
-            constexpr int P = PER_WORD<C>;
-            int64_t head = (block * s.kv_heads + h) * s.page;
             C key[MAX_HEAD_DIM], value[MAX_HEAD_DIM];
             rope_head(k + h * dim, k_norm, s.eps, angles, dim, key);
             for_each_vec(dim, [&](int i, auto get, auto put) { put(value + i, get(v + h * dim + i)); });
-            C *keys = k_cache + head + offset * P, *values = v_cache + head + offset / P * P * dim + offset % P;
-            for (int i = 0; i < dim; ++i) keys[i / P * P * s.block_size + i % P] = key[i];
-            for (int i = 0; i < dim; ++i) values[i * P] = value[i];
+            Head<S> head = cache.behind(block * s.kv_heads + h, s);
+            if constexpr (LARGEST<S> != 0)
+                keep_small(key, value, dim, s.block_size, offset, head);
+            else
+                keep(key, value, dim, s.block_size, offset, head);
         }
     }
 }

@@ -1,9 +1,9 @@
-// The C interface of linear.h and linear_int8.h.
+// The C interface of linear.h and linear_grouped.h.
 
 #include <type_traits>
 
 #include "linear.h"
-#include "linear_int8.h"
+#include "linear_grouped.h"
 
 extern "C" {
 
@@ -13,12 +13,17 @@ int batchrun_panel_columns() { return COLUMNS; }
 // Whether bfloat16 is multiplied by an instruction, whose rounding is its own: see vectors.h.
 int batchrun_multiplies_bf16() { return MULTIPLIES_BF16; }
 
-// A word of int8 is stored in 16 bits, all others in 32.
-const char* batchrun_pack(const void* weight, void* panels, int n, int words, bool is_int8, int threads) {
-    if (is_int8)
-        pack(static_cast<const uint16_t*>(weight), static_cast<uint16_t*>(panels), n, words, threads);
-    else
-        pack(static_cast<const uint32_t*>(weight), static_cast<uint32_t*>(panels), n, words, threads);
+// Words of so many bytes.
+const char* batchrun_pack(const void* weight, void* panels, int n, int words, int bytes, int threads) {
+    auto as = [&](auto word) {
+        using Word = decltype(word);
+        pack(static_cast<const Word*>(weight), static_cast<Word*>(panels), n, words, threads);
+    };
+    switch (bytes) {
+        case 1: as(uint8_t{}); break;
+        case 2: as(uint16_t{}); break;
+        default: as(uint32_t{});
+    }
     return nullptr;
 }
 
@@ -36,19 +41,25 @@ const char* batchrun_linear(const void* x, const void* panels, const void* bias,
     });
 }
 
-// Columns of an int8 weight that are summed exactly: see linear_int8.h.
-int batchrun_max_int8_depth() { return MAX_INT8_DEPTH; }
-
-const char* batchrun_linear_int8(const void* x, const void* panels, const float* scales, const void* bias, void* out,
-                                 int64_t rows, int n, int k, bool is_bf16, bool out_is_bf16, int threads) {
+// 4-bit integers if `is_int4`, else int8.
+const char* batchrun_linear_grouped(const void* x, const void* panels, const float* scales, const float* minimums,
+                                    const void* bias, void* out, int64_t rows, int n, int k, int group, bool is_int4,
+                                    bool is_bf16, bool out_is_bf16, int threads) {
     return guarded([&] {
         with_type(is_bf16, [&](auto* type) {
             using T = std::remove_pointer_t<decltype(type)>;
             with_type(out_is_bf16, [&](auto* out_type) {
                 using Out = std::remove_pointer_t<decltype(out_type)>;
-                linear(LinearInt8<T, Out>{{static_cast<const T*>(x), static_cast<const int8_t*>(panels),
-                                           static_cast<const T*>(bias), static_cast<Out*>(out), rows, n, k, threads},
-                                          scales});
+                auto of = [&](auto* panels) {
+                    using P = std::remove_const_t<std::remove_pointer_t<decltype(panels)>>;
+                    linear(LinearGrouped<T, Out, P>{static_cast<const T*>(x), panels, scales, minimums,
+                                                    static_cast<const T*>(bias), static_cast<Out*>(out), rows, n, k,
+                                                    group, threads});
+                };
+                if (is_int4)
+                    of(static_cast<const nibbles*>(panels));
+                else
+                    of(static_cast<const int8_t*>(panels));
             });
         });
     });

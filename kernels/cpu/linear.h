@@ -32,26 +32,17 @@ constexpr int FACTORS = PER_WORD<P> / PER_WORD<Factor<P>>;
 
 constexpr int64_t divide_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
 
-template <class T, class Out, class Panel = T>
+template <class T, class Out>
 struct Linear {
-    using P = Panel;
-    using Sum = float;
-
-    const T* x;
-    const P* panels;
+    const T *x, *panels;
     const T* bias;  // nullptr: none
     Out* out;
     int64_t rows;
     int n, k, threads;
 
-    int words() const { return (k + PER_WORD<P> - 1) / PER_WORD<P>; }  // of a column
-    int width() const { return words() * FACTORS<P>; }                 // words of an interleaved row
+    int words() const { return (k + PER_WORD<T> - 1) / PER_WORD<T>; }  // of a column
+    int width() const { return words() * FACTORS<T>; }                 // words of an interleaved row
     int n_panels() const { return (n + COLUMNS - 1) / COLUMNS; }
-
-    // What makes products, before the bias, of the sums of one of `count` interleaved rows.
-    auto products(const int32_t*, int, int) const {
-        return [](const float* sums, int, auto) { return load(sums); };
-    }
 };
 
 // Lays a weight [n, words] out in panels.
@@ -106,9 +97,9 @@ void interleave(const Linear<T, Out>& l, int64_t first, int count, int32_t* out)
 }
 
 // sums[r] += x[r] * panel over some words, for R interleaved rows of words of F; `fresh` sums are taken for zero.
-template <int R, class F, class P, class Sum>
-void multiply(const int32_t* x, const P* panel, int words, bool fresh, Sum* sums) {
-    std::conditional_t<std::is_same<Sum, float>::value, vec, ivec> total[R][VECTORS] = {};
+template <int R, class F, class P>
+void multiply(const int32_t* x, const P* panel, int words, bool fresh, float* sums) {
+    vec total[R][VECTORS] = {};
     if (!fresh)
 #pragma GCC unroll 32
         for (int i = 0; i < R * VECTORS; ++i) total[i / VECTORS][i % VECTORS] = load(sums + i * W);
@@ -138,8 +129,8 @@ void multiply(const int32_t* x, const P* panel, int words, bool fresh, Sum* sums
 }
 
 // `multiply` for a number of rows that is known only now, 1 to ROWS.
-template <class F, int R = ROWS, class P, class Sum>
-void multiply_some(int rows, const int32_t* x, const P* panel, int words, bool fresh, Sum* sums) {
+template <class F, int R = ROWS, class P>
+void multiply_some(int rows, const int32_t* x, const P* panel, int words, bool fresh, float* sums) {
     if (rows == R) return multiply<R, F>(x, panel, words, fresh, sums);
     if constexpr (R > 1) multiply_some<F, R - 1>(rows, x, panel, words, fresh, sums);
 }
@@ -154,12 +145,23 @@ inline void widen(const bf16* panel, int words, float* wide) {
         }
 }
 
-// Rows [first, first + rows), `x` holding them interleaved, against one panel.
+// Writes the sums of rows [first, first + rows) and one panel out.
 template <class L>
-void multiply_panel(const L& l, int64_t first, int rows, int panel, const int32_t* x) {
-    using P = typename L::P;
+void store_products(const L& l, int64_t first, int rows, int panel, const float* sums) {
+    int column = panel * COLUMNS, columns = std::min(COLUMNS, l.n - column);
+    for (int row = 0; row < rows; ++row)
+        for_each_vec(columns, [&, from = sums + row * COLUMNS, to = l.out + (first + row) * l.n + column](
+                                  int i, auto get, auto put) {
+            vec value = load(from + i);
+            put(to + i, l.bias ? value + get(l.bias + column + i) : value);
+        });
+}
+
+// Rows [first, first + rows), `x` holding them interleaved, against one panel.
+template <class P, class Out>
+void multiply_panel(const Linear<P, Out>& l, int64_t first, int rows, int panel, const int32_t* x) {
     using F = Factor<P>;
-    alignas(64) typename L::Sum sums[STRIP * COLUMNS];
+    alignas(64) float sums[STRIP * COLUMNS];
     for (int from = 0; from < l.words(); from += DEPTH / FACTORS<P>) {
         int words = std::min(DEPTH / FACTORS<P>, l.words() - from);
         auto multiply_block = [&](const auto* block, int words) {
@@ -180,16 +182,7 @@ void multiply_panel(const L& l, int64_t first, int rows, int panel, const int32_
         }
         multiply_block(block, words);
     }
-    int column = panel * COLUMNS, columns = std::min(COLUMNS, l.n - column);
-    for (int row = 0; row < rows; ++row) {
-        int group = row / ROWS * ROWS, count = std::min(ROWS, rows - group);
-        auto product = l.products(x + size_t(group) * l.width(), row - group, count);
-        for_each_vec(columns, [&, from = sums + row * COLUMNS, to = l.out + (first + row) * l.n + column](
-                                  int i, auto get, auto put) {
-            vec value = product(from + i, column + i, get);
-            put(to + i, l.bias ? value + get(l.bias + column + i) : value);
-        });
-    }
+    store_products(l, first, rows, panel, sums);
 }
 
 // Some rows, `x` being room for them. Where every thread gets many, it interleaves those that it multiplies; else the

@@ -50,16 +50,30 @@ inline vec load(const float* p) {
     return x;
 }
 
-inline vec load(const bf16* p) {
+// W integers of 16 bits, or of 8.
+inline uvec load_wide(const uint16_t* p) {
     hvec x;
     std::memcpy(&x, p, sizeof x);
 #if defined(__AVX2__) && !defined(__AVX512F__)  // for which compilers widen in halves
-    uvec wide = (uvec)_mm256_cvtepu16_epi32((__m128i)x);
+    return (uvec)_mm256_cvtepu16_epi32((__m128i)x);
 #else
-    uvec wide = __builtin_convertvector(x, uvec);
+    return __builtin_convertvector(x, uvec);
 #endif
-    return bit_cast<vec>(wide << 16);
 }
+
+inline uvec load_wide(const uint8_t* p) {
+#if defined(__AVX512F__)
+    return (uvec)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#elif defined(__AVX2__)
+    return (uvec)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+#else
+    uvec wide;
+    for (int i = 0; i < W; ++i) wide[i] = p[i];
+    return wide;
+#endif
+}
+
+inline vec load(const bf16* p) { return bit_cast<vec>(load_wide(&p->bits) << 16); }
 
 inline ivec load(const int32_t* p) {
     ivec x;
@@ -84,9 +98,17 @@ inline void store(bf16* p, vec x) {
 #endif
 }
 
+constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: a sum with it has the integer in its low bits
+
+// The nearest integers, to even; NaN becomes zero.
+inline void store(int16_t* p, vec x) {
+    hvec integers = __builtin_convertvector(bit_cast<uvec>((x == x ? x : vec{}) + ROUND), hvec);
+    std::memcpy(p, &integers, sizeof integers);
+}
+
 // The first n < W elements; what lies beyond reads as zero and is not written.
 template <class T>
-inline vec load_some(const T* p, int n) {
+inline auto load_some(const T* p, int n) {
     T some[W] = {};
     std::memcpy(some, p, n * sizeof(T));
     return load(some);
@@ -153,6 +175,10 @@ inline ivec splat_word(const T* p) {
     return word - ivec{};
 }
 
+// Words of numbers that are bf16 as they stand.
+inline ivec join(vec first, vec second) {
+    return bit_cast<ivec>(bit_cast<uvec>(first) >> 16 | (bit_cast<uvec>(second) & 0xffff0000u));
+}
 // The halves of words of two bf16.
 inline vec low(ivec words) { return bit_cast<vec>(bit_cast<uvec>(words) << 16); }
 inline vec high(ivec words) { return bit_cast<vec>(bit_cast<uvec>(words) & 0xffff0000u); }

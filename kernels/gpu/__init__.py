@@ -7,19 +7,29 @@ contiguous, of caches the blocks of a head, of all else the whole tensor.
 
 from .activation import gelu_mul, silu_mul
 from .attention import attention
+from .eight_bits import multiplies_fp8, multiply_bytes, quantize_rows, takes_bytes
 from .logprobs import token_logprobs
 from .norm import add_rms_norm, rms_norm
+from .planes import Planes, can_pack, multiply_planes, pack_planes
 from .rope import rope_kv_write
 from .sampling import argmax, draw
 
 __all__ = [
+    "Planes",
     "add_rms_norm",
     "argmax",
     "attention",
+    "can_pack",
     "draw",
     "gelu_mul",
+    "multiplies_fp8",
+    "multiply_bytes",
+    "multiply_planes",
+    "pack_planes",
+    "quantize_rows",
     "rms_norm",
     "rope_kv_write",
     "silu_mul",
+    "takes_bytes",
     "token_logprobs",
 ]

@@ -93,6 +93,7 @@ def attention(
     batch: AttentionBatch,
     *,
     scale: float,
+    kv_scales: tuple[Tensor, Tensor] | None = None,
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
@@ -101,6 +102,8 @@ def attention(
     A query at position p sees positions in (p - window, p]. Scores are ``softcap * tanh(scores / softcap)`` if given.
     ``batch.plan`` was made for this window and group of heads. Tokens of no row are left undefined.
     """
+    if kv_scales is not None:
+        raise ValueError("the kernels take no quantized cache")
     if scale <= 0:
         raise ValueError(f"the scale is {scale}; it has to be positive")
     plan, (_, n_heads, head_dim) = batch.plan, q.shape

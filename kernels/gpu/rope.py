@@ -21,6 +21,7 @@ def rope_kv_write(
     k_cache: Tensor,
     v_cache: Tensor,
     *,
+    kv_scales: tuple[Tensor, Tensor] | None = None,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
@@ -31,6 +32,8 @@ def rope_kv_write(
     Su et al. 2021); ``slots`` [T] int64; caches [n_blocks, HKV, block_size, D], the blocks of a head contiguous.
     ``q_norm`` and ``k_norm`` [D] are applied per head before the rotation (Qwen3).
     """
+    if kv_scales is not None:
+        raise ValueError("the kernels take no quantized cache")
     _, kv_heads, block_size, dim = k_cache.shape
     q_heads = qkv.shape[1] // dim - 2 * kv_heads
     q = torch.empty((len(qkv), q_heads, dim), dtype=qkv.dtype, device=qkv.device)

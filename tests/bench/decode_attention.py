@@ -26,10 +26,11 @@ import torch
 from torch import Tensor
 
 from batchrun.engine.blocks import BlockPool
-from batchrun.job import EngineSpec
+from batchrun.engine.memory import kv_bytes_per_token
+from batchrun.job import EngineSpec, KVCacheDType
 from batchrun.kernels import cpu
 from batchrun.kernels.cpu import build
-from batchrun.models.kv_cache import KVCache, zeros
+from batchrun.models.kv_cache import DTYPES, KVCache, zeros
 from batchrun.ops.attention_batch import AttentionBatch
 from batchrun.text import table
 
@@ -40,7 +41,21 @@ _GENERATIONS = 4  # of rows, of which the last is measured
 _TIMES_CACHE = 10  # as large as the last-level cache
 _SHAPES = {"SmolLM2 135M": (9, 3, 64), "Llama 8B": (32, 8, 128)}  # query heads, KV heads, head_dim
 _UNKNOWN_CACHE = 32 << 20
-HEAD = ["model", "KV", "threads", "KV MB", "ms", "GB/s", "in order GB/s", "ratio", "by block GB/s", "ratio"]
+Kept = tuple[str, KVCacheDType]  # dtypes of the model and of its KV cache
+_KEPT: list[Kept] = [("float32", "auto"), *(("bfloat16", kept) for kept in ("auto", "fp8", "int8", "int4"))]
+HEAD = [
+    "model",
+    "KV",
+    "threads",
+    "KV MB",
+    "ms",
+    "Mtokens/s",
+    "GB/s",
+    "in order GB/s",
+    "ratio",
+    "by block GB/s",
+    "ratio",
+]
 _CPU = torch.device("cpu")
 _HEAD_BYTES = 8192
 _ABSENT = 0xA5  # a byte that the buffer does not hold
@@ -116,17 +131,26 @@ def held_blocks(lengths: Sequence[int]) -> Tensor:
     return table
 
 
-def attending(heads: tuple[int, int, int], dtype: torch.dtype, size: int, threads: int) -> tuple[Work, Work]:
+def bytes_per_token(heads: tuple[int, int, int], kept: Kept) -> int:
+    """Bytes of a token's keys and values."""
+    q_heads, kv_heads, dim = heads
+    config = {"num_hidden_layers": 1, "num_attention_heads": q_heads, "num_key_value_heads": kv_heads, "head_dim": dim}
+    return kv_bytes_per_token(config, *kept)
+
+
+def attending(heads: tuple[int, int, int], kept: Kept, size: int, threads: int) -> tuple[Work, Work]:
     """Decode attention over ``size`` bytes of KV or a little more, and reading its blocks in the same order."""
     q_heads, kv_heads, dim = heads
     draw = torch.Generator().manual_seed(0)
-    token_bytes = 2 * kv_heads * dim * dtype.itemsize
+    token_bytes, dtype = bytes_per_token(heads, kept), getattr(torch, kept[0])
     rows = -(-size // (token_bytes * _TOKENS))
     kv_len = torch.randint(_TOKENS * 9 // 10, _TOKENS * 11 // 10, (rows,), generator=draw, dtype=torch.int32)
     pages = -(-int(kv_len.max()) // _BLOCK)
     blocks = held_blocks(kv_len.tolist())
-    kv = KVCache.zeros(rows * pages + 1, kv_heads, _BLOCK, dim, dtype, _CPU)
+    kv = KVCache.zeros(rows * pages + 1, kv_heads, _BLOCK, dim, DTYPES.get(kept[1], dtype), _CPU)
     k, v = kv.keys.fill_(1), kv.values.fill_(1)
+    for scales in kv.scales or ():
+        scales.fill_(1)
     batch = AttentionBatch(torch.arange(rows + 1, dtype=torch.int32), kv_len, blocks, torch.zeros(rows).long())
     q = torch.ones(rows, q_heads, dim, dtype=dtype)
     held = blocks[torch.arange(pages) * _BLOCK < kv_len[:, None]]
@@ -137,7 +161,10 @@ def attending(heads: tuple[int, int, int], dtype: torch.dtype, size: int, thread
         return lambda: read(k.data_ptr(), held.data_ptr(), len(held), block_bytes, head, threads)
 
     return (
-        Work([lambda: cpu.attention(q, k, v, batch, scale=dim**-0.5)], int(kv_len.sum()) * token_bytes),
+        Work(
+            [lambda: cpu.attention(q, k, v, batch, scale=dim**-0.5, kv_scales=kv.scales)],
+            int(kv_len.sum()) * token_bytes,
+        ),
         Work([reader(block_bytes), reader(min(_HEAD_BYTES, block_bytes))], len(held) * block_bytes),
     )
 
@@ -153,15 +180,16 @@ def rates(works: Sequence[Work], repeat: int) -> list[float]:
     return [work.size / min(median(times[way][1:]) for way in work.ways) for work in works]
 
 
-def compare(name: str, dtype: torch.dtype, threads: int, size: int, repeat: int) -> list[str]:
+def compare(name: str, kept: Kept, threads: int, size: int, repeat: int) -> list[str]:
     """The table's row of one model's shape."""
     torch.set_num_threads(threads)
-    attend, read = attending(_SHAPES[name], dtype, size, threads)
+    attend, read = attending(_SHAPES[name], kept, size, threads)
     with ThreadPoolExecutor(threads) as pool:
         own, by_block, in_order = rates([attend, read, reading_in_order(size, pool, threads)], repeat)
-    figures = [f"{attend.size / 1e6:.0f}", f"{attend.size / own * 1e3:.1f}", f"{own / 1e9:.1f}"]
+    tokens = own / bytes_per_token(_SHAPES[name], kept)  # a second
+    figures = [f"{attend.size / 1e6:.0f}", f"{attend.size / own * 1e3:.1f}", f"{tokens / 1e6:.1f}", f"{own / 1e9:.1f}"]
     against = [text for rate in (in_order, by_block) for text in (f"{rate / 1e9:.1f}", f"{rate / own:.2f}x")]
-    return [name, str(dtype).removeprefix("torch."), str(threads), *figures, *against]
+    return [name, " ".join(kept).removesuffix(" auto"), str(threads), *figures, *against]
 
 
 def main() -> None:
@@ -171,8 +199,8 @@ def main() -> None:
     last_level = last_level_cache()
     print(f"last-level cache {last_level >> 20} MiB, kernels {cpu.version()}, medians of {args.repeat} rounds")
     lines = [HEAD]
-    for threads, name, dtype in product(sorted({1, torch.get_num_threads()}), _SHAPES, (torch.float32, torch.bfloat16)):
-        lines.append(compare(name, dtype, threads, _TIMES_CACHE * last_level, args.repeat))
+    for threads, name, kept in product(sorted({1, torch.get_num_threads()}), _SHAPES, _KEPT):
+        lines.append(compare(name, kept, threads, _TIMES_CACHE * last_level, args.repeat))
     print(table(lines))
 
 

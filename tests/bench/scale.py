@@ -76,7 +76,7 @@ def run_cell(
     prompts = list(unshared_prompts(text, cell.rows, cell.prompt))
     workload = Workload(prompts, [cell.new] * cell.rows, longest)
     held = max(cell.tokens + cell.rows * _BLOCK, longest) + 2 * _BLOCK
-    memory = held * kv_bytes_per_token(files.config, DTYPE_BYTES[model.dtype])
+    memory = held * kv_bytes_per_token(files.config, model.dtype, model.kv_cache_dtype)
     engine = EngineSpec(
         device="cpu", max_num_seqs=cell.rows, kv_cache_memory=memory, num_threads=args.threads or "auto"
     )

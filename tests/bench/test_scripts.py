@@ -14,7 +14,7 @@ import torch
 from batchrun import Engine
 from batchrun.job import ModelSpec, load_job
 from batchrun.model_files import resolve
-from tests.bench import agreement, decode_attention, instant_feed, overhead, scale
+from tests.bench import agreement, decode_attention, forms, instant_feed, overhead, scale
 from tests.jobs import write_job
 from tests.marks import needs_kernels
 
@@ -66,12 +66,13 @@ def test_float32_agrees_with_itself_and_with_transformers(tiny_model: Path) -> N
 @pytest.mark.usefixtures("one_thread")
 @needs_kernels
 def test_attention_is_compared_with_reading_as_many_bytes_and_the_same_blocks() -> None:
-    attend, read = decode_attention.attending((2, 1, 64), torch.float32, 1 << 20, 1)
+    attend, read = decode_attention.attending((2, 1, 64), ("float32", "auto"), 1 << 20, 1)
     assert (1 << 20) * 0.8 < attend.size < read.size < (1 << 20) * 1.6
     assert torch.equal(attend.ways[0](), torch.ones(3, 2, 64))  # all values are 1
     assert [way() for way in read.ways] == [None, None]
-    row = decode_attention.compare("SmolLM2 135M", torch.bfloat16, 1, 2 << 20, 1)
-    assert len(row) == len(decode_attention.HEAD)
+    for kept in ("auto", "int8", "int4"):
+        row = decode_attention.compare("SmolLM2 135M", ("bfloat16", kept), 1, 2 << 20, 1)
+        assert len(row) == len(decode_attention.HEAD)
 
 
 def test_the_overhead_of_a_run_without_its_model(tiny_model: Path, tmp_path: Path) -> None:
@@ -93,3 +94,12 @@ def test_the_time_of_the_engines_thread(tiny_model: Path, tmp_path: Path) -> Non
     spent = overhead.time_of_engine_thread(load_job(job))
     assert 0 < spent["steps"] < spent["running"]
     assert 0 < spent["io"] < spent["running"]
+
+
+def test_forms_of_weights_are_measured_by_turns(tiny_model: Path, tmp_path: Path) -> None:
+    model = ModelSpec(name_or_path=str(tiny_model), dtype="float32", max_model_len=128)
+    text = [(7 * place + place * place // 5) % 256 for place in range(2000)]
+    measured = forms.measure_cell(2, text, resolve(str(tiny_model)), model, pairs=2)
+    assert list(measured) == ["dequantize", "int8", "none"]
+    assert all(len(each.passes) == 2 for each in measured.values())
+    assert forms.ratio(measured, "int8", "int8") == "1.00"

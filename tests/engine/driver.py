@@ -12,14 +12,14 @@ from batchrun.engine.blocks import BlockPool
 from batchrun.engine.executor import Executor
 from batchrun.engine.request import Request, noise_key
 from batchrun.engine.scheduler import KVGroup, Limits, Scheduler
-from batchrun.job import Quantization
+from batchrun.job import KVCacheDType, Quantization
 from batchrun.model_files import resolve
 from batchrun.models.decoder import Decoder
 from batchrun.models.families import model_config
 from batchrun.ops import backend
 from batchrun.sampling import SamplingParams
-from batchrun.weights.formats import QUANTIZERS
 from batchrun.weights.load import Loader, open_weights
+from batchrun.weights.quantize import PLAIN, QUANTIZERS
 
 MAX_LEN = 256
 CPU = torch.device("cpu")
@@ -33,14 +33,16 @@ def load_decoder(
     ops: ModuleType | None = None,
     packed: bool = True,
     quantization: Quantization = "none",
+    kv_cache_dtype: KVCacheDType = "auto",
 ) -> Decoder:
     """``packed`` False: with plain weights, as where a backend has no layout of its own."""
     files = resolve(str(path))
     config = model_config(files.config)
     ops = ops or backend(CPU, dtype, config.head_dim, reproducible=reproducible)
     pack = {"pack": ops.pack} if packed else {}
-    loader = Loader(open_weights(files), dtype, CPU, quantize=QUANTIZERS[quantization], **pack)
-    return Decoder(config, loader, ops, MAX_LEN)
+    quantize = QUANTIZERS.get(quantization, PLAIN)
+    loader = Loader(open_weights(files), dtype, CPU, quantize=quantize, keep=quantization == "none", **pack)
+    return Decoder(config, loader, ops, MAX_LEN, kv_cache_dtype)
 
 
 def request(
@@ -74,7 +76,6 @@ class Driver:
         self.executor = Executor(
             decoder,
             device=CPU,
-            dtype=decoder.norm.dtype,
             block_size=block_size,
             max_num_seqs=max_num_seqs,
             max_model_len=MAX_LEN,

@@ -116,7 +116,7 @@ def test_every_number_of_the_inputs_is_in_a_graphs_key() -> None:
 
 def test_rows_that_fill_up_a_batch_change_nothing(tiny_model: Path) -> None:
     decoder = load_decoder(tiny_model, ops=torch_ops, packed=False)
-    executor = Executor(decoder, device=CPU, dtype=torch.float32, block_size=8, max_num_seqs=16, max_model_len=64)
+    executor = Executor(decoder, device=CPU, block_size=8, max_num_seqs=16, max_model_len=64)
     executor.allocate(16)
     for cache in executor.caches:
         cache.keys.normal_()
@@ -141,9 +141,7 @@ def test_the_largest_step_fills_every_bound(tiny_model: Path, rows: int, tokens:
     step = largest_step(rows, 64, tokens, 8, 1)
     assert sum(row.n for row in step.rows) == computed
     assert len(step.rows) == rows
-    executor = Executor(
-        load_decoder(tiny_model), device=CPU, dtype=torch.float32, block_size=8, max_num_seqs=rows, max_model_len=64
-    )
+    executor = Executor(load_decoder(tiny_model), device=CPU, block_size=8, max_num_seqs=rows, max_model_len=64)
     executor.allocate(1)
     output = executor.launch(step).result()
     assert len(output.token_ids) == rows

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from batchrun.engine.executor import Executor, largest_step
 from batchrun.engine.graphs import DecodeGraphs
 from batchrun.engine.request import Step, StepRow
+from batchrun.job import Quantization
 from batchrun.kernels.cpu.build import BuildError, find_compiler
 from batchrun.model_files import resolve
 from batchrun.models.decoder import Decoder
@@ -24,11 +25,12 @@ from batchrun.models.families import model_config
 from batchrun.ops import torch_ops
 from batchrun.sampling import SamplingParams
 from batchrun.weights.load import Loader, open_weights
-from batchrun.weights.source import _SafeTensor
+from batchrun.weights.quantize import PLAIN, QUANTIZERS
+from batchrun.weights.stored import SafeTensor
 from tests.engine.test_batch import decoding, running
 
 pytest.importorskip("triton")
-from batchrun.ops import fixed_triton_ops, triton_ops
+from batchrun.ops import fixed_triton_ops, fp8_triton, grouped_triton, triton_ops
 
 CUDA = torch.device("cuda")
 EVERYTHING = SamplingParams(
@@ -72,20 +74,21 @@ def fake_cuda(device_guard: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr("batchrun.kernels.gpu.launch.start", start)
     monkeypatch.setattr(import_module("batchrun.kernels.gpu.attention"), "capability", lambda device: (8, 0))
-    monkeypatch.setattr(_SafeTensor, "copy_into", lambda self, out: None)  # weights hold no numbers either
+    monkeypatch.setattr(SafeTensor, "copy_into", lambda self, out: None)  # weights hold no numbers either
     event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", lambda **_: event)
     return launched
 
 
-def run(path: Path, ops: ModuleType, steps: Sequence[Step]) -> None:
+def run(path: Path, ops: ModuleType, steps: Sequence[Step], quantization: Quantization = "none") -> None:
     """Launch steps on a GPU that is not there."""
     files = resolve(str(path))
     config = model_config(files.config)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        decoder = Decoder(config, Loader(open_weights(files), torch.bfloat16, CUDA, ops.pack), ops, 64)
+        quantize = QUANTIZERS.get(quantization, PLAIN)
+        decoder = Decoder(config, Loader(open_weights(files), torch.bfloat16, CUDA, ops.pack, quantize), ops, 64)
         sizes = {"block_size": 8, "max_num_seqs": 16, "max_model_len": 64}
-        executor = Executor(decoder, device=CUDA, dtype=torch.bfloat16, **sizes)
+        executor = Executor(decoder, device=CUDA, **sizes)
         executor.allocate(32)
     for step in steps:
         laid_out = executor._laid_out(step)
@@ -122,6 +125,27 @@ def test_no_step_waits(
     run(tiny_model, ops, [*steps(), *steps()[-2:]])
     assert len(captured) == 2  # the decoding steps, which come again, have a graph each
     assert "_attend" in fake_cuda
+
+
+@pytest.mark.parametrize("ops", [triton_ops, fixed_triton_ops], ids=["triton", "fixed_triton"])
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
+def test_no_step_of_a_quantized_model_waits(
+    tiny_model: Path,
+    ops: ModuleType,
+    capability: tuple[int, int],
+    quantization: Quantization,
+    fake_cuda: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("planes", "eight_bits"):
+        module = import_module(f"batchrun.kernels.gpu.{name}")
+        monkeypatch.setattr(module, "capability", lambda device: capability)
+    for module in (grouped_triton, fp8_triton):  # so that some steps have more rows than a kernel is for
+        monkeypatch.setattr(module, "DENSE_ROWS", 16)
+    monkeypatch.setattr(fp8_triton, "_LIBRARY_ROWS", 16)
+    run(tiny_model, ops, steps(), quantization)
+    assert {"byte_product_kernel", "plane_product_kernel"} & set(fake_cuda)
 
 
 def test_operations_that_wait_are_seen(tiny_model: Path, fake_cuda: list[str]) -> None:

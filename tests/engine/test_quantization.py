@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -9,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 
 from batchrun import Engine, SamplingParams
-from batchrun.errors import JobError
 from batchrun.job import Quantization
-from batchrun.ops import fixed_onednn_ops, fixed_ops, int8_torch, native_ops, onednn_ops, torch_ops
-from batchrun.weights.formats import QUANTIZERS, Dense, Int8, round_rows
+from batchrun.models.input_sizes import of_down, of_output
+from batchrun.ops import fixed_onednn_ops, fixed_ops, native_ops, onednn_ops, torch_ops
+from batchrun.weights.formats import Dense, Fp8, Int4, Int8
+from batchrun.weights.quantize import PLAIN, QUANTIZERS
 from tests.engine.driver import Driver, load_decoder, request
 from tests.marks import needs_kernels
 
@@ -23,30 +25,22 @@ PROMPTS = [[(7 * index + place * place) % 256 for place in range(30)] for index 
 READ = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
 
 
-class RoundedLinear(nn.Module):
-    """A linear layer of transformers whose weight and activations are what int8 leaves of them."""
-
-    def __init__(self, layer: nn.Linear) -> None:
-        super().__init__()
-        self.weight = rounded(layer.weight.detach(), 127)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = rounded(x.flatten(0, 1), int8_torch.largest_integer(x.shape[-1]))
-        return (rows @ self.weight.T).float().unflatten(0, x.shape[:2])
-
-
-def rounded(x: Tensor, largest: int) -> Tensor:
-    integers, scales = round_rows(x, largest)
-    return integers.double() * scales.double()[:, None]
-
-
-def reference_logprobs(path: Path, *, quantized: bool) -> Tensor:
+def reference_logprobs(path: Path, quantization: str) -> Tensor:
     """Log-probability of each prompt token but the first, [prompts, tokens - 1], by transformers."""
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    for name, layer in list(model.model.named_modules()):
-        if quantized and isinstance(layer, nn.Linear):
-            model.model.set_submodule(name, RoundedLinear(layer))
+    quantize = QUANTIZERS.get(quantization, PLAIN)
+    heads, kv_heads = model.config.num_attention_heads, model.config.num_key_value_heads
     with torch.inference_mode():
+        for layer in model.model.layers:
+            attention, mlp = layer.self_attn, layer.mlp
+            for linear in (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj):
+                linear.weight.copy_(quantize(linear.weight).dequantize())
+            qkv = Dense(torch.cat([each.weight for each in (attention.q_proj, attention.k_proj, attention.v_proj)]))
+            gate_up = Dense(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
+            sizes = partial(of_output, qkv, layer.input_layernorm.weight, heads, kv_heads)
+            attention.o_proj.weight.copy_(quantize(attention.o_proj.weight, sizes).dequantize())
+            sizes = partial(of_down, gate_up, layer.post_attention_layernorm.weight)
+            mlp.down_proj.weight.copy_(quantize(mlp.down_proj.weight, sizes).dequantize())
         ids = torch.tensor(PROMPTS)
         return model(ids).logits.log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
 
@@ -59,12 +53,14 @@ def engine_logprobs(path: Path, **options: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("reproducible", [False, True])
-def test_a_quantized_model_is_transformers_with_rounded_linear_layers(tiny_model: Path, reproducible: bool) -> None:
-    found = engine_logprobs(tiny_model, quantization="int8", reproducible=reproducible)
-    wanted, plain = (reference_logprobs(tiny_model, quantized=quantized) for quantized in (True, False))
-    assert (plain - wanted).abs().mean() > 0.01  # there is something to find
-    # A number in the middle of two integers may fall to either: few do, and each moves the rest a little.
-    assert (found - wanted).abs().mean() < 0.1 * (plain - wanted).abs().mean()
+@pytest.mark.parametrize("quantization", QUANTIZERS)
+def test_a_quantized_model_is_transformers_with_rounded_weights(
+    tiny_model: Path, quantization: Quantization, reproducible: bool
+) -> None:
+    found = engine_logprobs(tiny_model, quantization=quantization, reproducible=reproducible)
+    wanted, plain = (reference_logprobs(tiny_model, each) for each in (quantization, "none"))
+    assert (plain - wanted).abs().mean() > 1e-3  # there is something to find
+    assert (found - wanted).abs().max() < 0.01 * (plain - wanted).abs().max()
 
 
 @needs_kernels
@@ -82,19 +78,13 @@ def test_every_backend_answers_alike(tiny_model: Path, ops: ModuleType, quantiza
     assert same >= 0.9 * 8 * len(PROMPTS)
 
 
-def test_linear_layers_are_quantized_and_tables_are_not(tiny_model: Path) -> None:
-    decoder = load_decoder(tiny_model, quantization="int8")
+@pytest.mark.parametrize(("quantization", "kind"), [("int8", Int8), ("int4", Int4), ("fp8", Fp8), ("none", Dense)])
+def test_linear_layers_are_quantized_and_tables_are_not(
+    tiny_model: Path, quantization: Quantization, kind: type
+) -> None:
+    decoder = load_decoder(tiny_model, quantization=quantization)
     for layer in decoder.layers:
         for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
-            assert isinstance(linear.weight, Int8)
+            assert type(linear.weight) is kind
     assert isinstance(decoder.embedding, Dense)
     assert isinstance(decoder.head.weight, Dense)
-    assert set(QUANTIZERS) == {"none", "int8"}
-
-
-def test_a_device_that_cannot_is_refused_before_the_model_loads(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("batchrun.engine.memory.resolve_device", lambda _: "cuda")
-    with pytest.raises(JobError, match=r"model\.quantization: int8 is not supported on cuda yet"):
-        Engine(str(tiny_model), quantization="int8")

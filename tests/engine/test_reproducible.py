@@ -14,11 +14,13 @@ from torch import Tensor
 
 from batchrun.engine.request import Request
 from batchrun.engine.scheduler import Scheduler
+from batchrun.job import KVCacheDType
 from batchrun.ops import backend, fixed_onednn_ops, fixed_ops, native_ops, onednn_ops, torch_ops
 from batchrun.ops.attention_batch import AttentionBatch
 from batchrun.ops.noise import gumbel, philox
 from batchrun.sampling import SamplingParams
-from batchrun.weights.formats import Dense, Int8, Weight
+from batchrun.weights.formats import Dense, Weight
+from batchrun.weights.quantize import to_int4, to_int8
 from tests.engine.driver import Driver, load_decoder, request
 from tests.marks import needs_kernels
 from tests.models import save_model
@@ -46,7 +48,7 @@ def rows_are_alone(function: Callable[[Tensor], Tensor], x: Tensor) -> bool:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("ops", INVARIANT, ids=lambda ops: ops.__name__.rpartition(".")[2])
 @pytest.mark.parametrize("shape", [(96, 64), (192, 72), (960, 576)], ids=str)
-@pytest.mark.parametrize("quantize", [Dense, Int8.quantize])
+@pytest.mark.parametrize("quantize", [Dense, to_int8, to_int4])
 def test_linear(
     ops: ModuleType, dtype: torch.dtype, shape: tuple[int, int], quantize: Callable[[Tensor], Weight]
 ) -> None:
@@ -136,9 +138,11 @@ def outcome(requests: list[Request]) -> Outcome:
     return {each.key: (each.output_ids, [(e.logprob, e.top) for e in each.logprobs]) for each in requests}
 
 
-def runs(path: Path, ops: ModuleType, dtype: torch.dtype, *, packed: bool, count: int) -> dict[str, Outcome]:
+def runs(
+    path: Path, ops: ModuleType, dtype: torch.dtype, *, packed: bool, count: int, kept_as: KVCacheDType = "auto"
+) -> dict[str, Outcome]:
     """The same requests run in as many ways as there are; every way a fresh set of pools."""
-    decoder = load_decoder(path, dtype=dtype, ops=ops, packed=packed)
+    decoder = load_decoder(path, dtype=dtype, ops=ops, packed=packed, kv_cache_dtype=kept_as)
 
     def run(requests: list[Request], disturb: Callable[[int, Scheduler], None] | None = None, **shape: int) -> Outcome:
         with Driver(decoder, **{"max_num_seqs": 32, **shape}) as driver:
@@ -185,11 +189,17 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("models") / "flat", "llama", initializer_range=0.05, layers=2)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "kept_as"),
+    [(torch.float32, "auto"), (torch.bfloat16, "auto"), (torch.float32, "int8")],
+    ids=str,
+)
 @pytest.mark.parametrize("ops", INVARIANT, ids=lambda ops: ops.__name__.rpartition(".")[2])
-def test_every_way_to_run_gives_the_same_bits(model_path: Path, ops: ModuleType, dtype: torch.dtype) -> None:
+def test_every_way_to_run_gives_the_same_bits(
+    model_path: Path, ops: ModuleType, dtype: torch.dtype, kept_as: KVCacheDType
+) -> None:
     count = 12 if ops is fixed_ops else 32  # torch's fixed tiles are slow
-    results = runs(model_path, ops, dtype, packed=ops is not fixed_ops, count=count)
+    results = runs(model_path, ops, dtype, packed=ops is not fixed_ops, count=count, kept_as=kept_as)
     whole = results["whole"]
     assert len({tuple(tokens) for tokens, _ in whole.values()}) > count // 2  # they are not all alike
     different = [name for name, result in results.items() if result != whole]

@@ -202,6 +202,7 @@ def test_times_are_of_a_processor_a_shape_numbers_and_threads(
     plain = key()
     assert key({"max_num_seqs": 3, "kv_cache_memory": "1MiB"}, max_model_len=7) == plain
     others = [key({"num_threads": 1}), key({"num_threads": 2}), key(dtype="bfloat16"), key(reproducible=True)]
+    others.append(key(kv_cache_dtype="int8"))
     monkeypatch.setenv("OMP_NUM_THREADS", "77")
     others.append(key())
     monkeypatch.undo()

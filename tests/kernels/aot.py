@@ -18,6 +18,7 @@ import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from batchrun.kernels.gpu import launch
 
@@ -26,7 +27,7 @@ ARCHS = (80, 90, 100)
 _REGISTERS = 65536  # of a multiprocessor, in words
 _WARPS = 64
 _BLOCKS = 32
-_SHARED = {80: 164 << 10, 90: 228 << 10, 100: 228 << 10}
+_SHARED = {80: 164 << 10, 89: 100 << 10, 90: 228 << 10, 100: 228 << 10}
 _SHARED_OF_SYSTEM = 1 << 10  # of every block
 _DTYPES = {
     torch.float32: "fp32",
@@ -34,6 +35,8 @@ _DTYPES = {
     torch.float16: "fp16",
     torch.int32: "i32",
     torch.int64: "i64",
+    torch.int8: "i8",
+    torch.float8_e4m3fn: "fp8e4nv",
 }
 
 
@@ -103,8 +106,8 @@ def compiled(
     )
 
 
-def launched(call: Callable[[], object], *, arch: int) -> list[Compiled]:
-    """Compile, for ``sm_<arch>``, what ``call`` launches on tensors of the ``meta`` device.
+def launched(call: Callable[[], object], *, arch: int, alone: bool = False) -> list[Compiled]:
+    """Compile, for ``sm_<arch>``, what ``call`` launches on tensors of the ``meta`` device; ``alone``: first.
 
     On this device a tensor has no values, so a call that asks for one raises.
     """
@@ -112,13 +115,17 @@ def launched(call: Callable[[], object], *, arch: int) -> list[Compiled]:
         found: list[Compiled] = []
 
         def start(kernel: Any, _: object, args: tuple[Any, ...], constants: dict[str, Any], options: Any) -> None:
+            if alone and found:
+                return
             arguments = dict(zip(kernel.arg_names, args, strict=False))
+            general = kernel.do_not_specialize or ()
             fixed = {
                 name: value
                 for name, value in arguments.items()
-                if value is None or (isinstance(value, int) and value == 1)
+                if value is None or (isinstance(value, int) and value == 1 and name not in general)
             }
             types = {name: _type(value) for name, value in arguments.items() if name not in fixed}
+            types |= {name: types[name].removesuffix(":16") for name in general if name in types}
             found.append(compiled(kernel, types, fixed | constants, arch=arch, **options))
 
         patch.setattr(launch, "start", start)
@@ -128,6 +135,8 @@ def launched(call: Callable[[], object], *, arch: int) -> list[Compiled]:
 
 def _type(argument: Any) -> str:
     """The type for which Triton would compile an argument."""
+    if isinstance(argument, TensorDescriptor):
+        return f"tensordesc<{_DTYPES[argument.base.dtype]}[{','.join(map(str, argument.block_shape))}]>"
     if isinstance(argument, torch.Tensor):
         return "*" + _DTYPES[argument.dtype]
     if isinstance(argument, float):

@@ -16,7 +16,12 @@ from batchrun.kernels.machine import describe_cpu
 from tests.marks import needs_kernels
 
 HERE = Path(__file__).parent
-TESTS = [HERE / "test_cpu.py", HERE / "test_int8.py", HERE.parent / "engine" / "test_sampler.py"]
+TESTS = [
+    HERE / "test_cpu.py",
+    HERE / "test_grouped.py",
+    HERE / "test_kv_cache.py",
+    HERE.parent / "engine" / "test_sampler.py",
+]
 RUN = """
 import sys
 import pytest
@@ -26,7 +31,7 @@ flags, *tests = sys.argv[1:]
 build.FLAGS += tuple(flags.split())
 settings.register_profile("few", max_examples=10)
 settings.load_profile("few")
-chosen = "test_int8 or float64 or argmax or bits or nan or extreme or refuses or window or kernel_draws"
+chosen = "test_grouped or float64 or argmax or bits or nan or extreme or refuses or window or kernel_draws or kept"
 sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-k", chosen, *tests]))
 """
 

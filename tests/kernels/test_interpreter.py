@@ -26,6 +26,22 @@ FAULTS = {
     "a round too few": ("noise.py", "static_range(10)", "static_range(9)", "sampling", "same_bits"),
     "one token too many": ("filters.py", "weight, 0.0)) >= goal", "weight, 0.0)) > goal", "filters", "test_top_k"),
     "noise too seldom": ("sampling.py", "reached - MAX_GUMBEL", "reached", "sampling", "test_draw_equals"),
+    "nibbles the other way round": (
+        "planes.py",
+        "20 - 4 * plane",
+        "4 * plane - 8",
+        "quantized",
+        "test_groups and Int4",
+    ),
+    "a forgotten minimum": ("planes.py", "+ least[:, None]", "", "quantized", "test_groups and True"),
+    "the next group's scale": ("planes.py", "k - 1) // GROUP", "k - 1) // GROUP ^ 1", "quantized", "test_groups"),
+    "integers without a sign": ("planes.py", "least -= 128 * scale", "pass", "quantized", "test_groups and Int8"),
+    "a part left out": ("parts.py", "tl.static_range(COUNT)", "tl.static_range(COUNT - 1)", "quantized", "test_groups"),
+    "minimums with every part": (
+        *("eight_bits.py", "tl.where(tl.program_id(2) == 0, ", "tl.where(True, ", "quantized"),
+        "test_integers_of_one_group",
+    ),
+    "one scale for all blocks": ("eight_bits.py", " + start // BLOCK)", ")", "quantized", "test_fp8"),
     "one block alone": ("filters.py", "while (size > BLOCK)", "while (size < 0)", "filters", "workspace"),
 }
 

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from batchrun.bench.gpu.budget import FAILED, Line, Unit
-from batchrun.bench.gpu.inputs import LLAMA_8B, Call, Heads, Inputs, Row
-from batchrun.bench.gpu.references import REFERENCES, draw_error
+from batchrun.bench.gpu.inputs import LLAMA_8B, WEIGHTS, Call, Heads, Inputs, Row
+from batchrun.bench.gpu.references import REFERENCES, draw_error, linear_products
 
 # Of an error relative to the size of the numbers. Elementwise a result is rounded once or twice; attention also rounds
 # probabilities, and its products of float32 are three of TensorFloat-32.
 _ELEMENTWISE = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9, torch.float32: 1e-5}
 _ATTENTION = {torch.bfloat16: 3 * 2.0**-7, torch.float16: 3 * 2.0**-10, torch.float32: 1e-4}
+_LINEAR = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-8}
 _LOGPROB = 1e-4  # absolute, of float32 sums over a vocabulary
 _SCORE = 2e-3  # of logit plus noise
 _PADDING_BLOCK = 0
@@ -83,6 +84,10 @@ def error_of(call: Call, outputs: Sequence[Tensor]) -> float:
     """The largest error of what a call returned and wrote; infinite where it is wrong whatever the tolerance."""
     if call.operation == "draw":
         return draw_error(call.arguments[0], call.options, outputs[0])
+    if call.operation == "linear":
+        x, _, bias = call.arguments
+        assert call.original is not None
+        return min(_relative(outputs[0], product) for product in linear_products(x, call.original, bias))
     expected = REFERENCES[call.operation](*call.arguments, **call.options)
     if [each.shape for each in outputs] != [each.shape for each in expected]:
         return math.inf
@@ -119,7 +124,7 @@ def all_checks(scale: Scale) -> list[Check]:
     for dtype in DTYPES:
         made = [*_elementwise(scale, dtype), *_attention(scale, dtype)]
         (first if dtype is torch.bfloat16 else other).extend(made)
-    return [*first, *_logits(scale), *_attention_forms(scale), *other]
+    return [*first, *_logits(scale), *_linear(scale), *_attention_forms(scale), *other]
 
 
 def _elementwise(scale: Scale, dtype: torch.dtype) -> Iterator[Check]:
@@ -140,6 +145,16 @@ def _elementwise(scale: Scale, dtype: torch.dtype) -> Iterator[Check]:
     yield check("rope_kv_write", partial(rope, heads=LLAMA_8B, norms=False))
     # What is rounded after the norm is turned, and may all but cancel.
     yield check("rope_kv_write with norms", partial(rope, heads=LLAMA_8B, norms=True), times=2)
+
+
+def _linear(scale: Scale) -> Iterator[Check]:
+    """Quantized linear layers: a weight's and a sum's roundings are as those elementwise."""
+    for kind in WEIGHTS:
+        for dtype in (torch.bfloat16, torch.float16):
+            for rows in (1, 17, 64, 300, 1100) if dtype is torch.bfloat16 else (1, 300):
+                of = partial(Inputs.linear, kind=kind, out=scale.hidden + 72, inner=scale.hidden, dtype=dtype)
+                make = partial(of, rows=rows, bias=rows == 17)
+                yield Check(f"linear, {kind}, {rows} rows, {_name(dtype)}", make, _LINEAR[dtype])
 
 
 def _attention(scale: Scale, dtype: torch.dtype) -> Iterator[Check]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from batchrun.engine.transfer import Transfer
 from batchrun.models.config import RopeConfig
 from batchrun.models.rope import rope_table
 from batchrun.ops.attention_batch import AttentionBatch
+from batchrun.weights.formats import Fp8, Int4, Int8, Weight
 
 _STALE = 30.0  # how much larger than the others are numbers in the cache that no query may see
 _TAIL = 3  # padding tokens of `Inputs.rope_kv_write`
@@ -44,12 +46,16 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """An operation with its arguments, and the memory among them that it writes in place."""
+    """An operation with its arguments, and the memory among them that it writes in place.
+
+    ``original``: of a weight among them, what it was before it was packed.
+    """
 
     operation: str
     arguments: tuple[Any, ...]
     options: Mapping[str, Any] = field(default_factory=dict)
     written: tuple[Tensor, ...] = ()
+    original: Weight | None = None
 
     def __call__(self, ops: ModuleType) -> Any:
         return getattr(ops, self.operation)(*self.arguments, **self.options)
@@ -102,6 +108,32 @@ class Inputs:
 
     def _weight(self, size: int, dtype: torch.dtype) -> Tensor:
         return (1 + 0.2 * self.normal(size)).to(dtype)
+
+    # ---- quantized linear layers
+
+    def linear(self, kind: str, rows: int, out: int, inner: int, dtype: torch.dtype, *, bias: bool = False) -> Call:
+        """With a weight [out, inner] that is one of `WEIGHTS`."""
+        weight = WEIGHTS[kind](self, out, inner, dtype)
+        original = weight.to(self.device)
+        weight.pack(self._ops.pack)
+        added = self.normal(out, dtype=dtype) if bias else None
+        return Call("linear", (self.normal(rows, inner, dtype=dtype), weight, added), original=original)
+
+    def int4(self, out: int, inner: int, dtype: torch.dtype, *, group: int) -> Int4:
+        groups = max(1, inner // group)
+        scales = self.uniform(1e-3, 1e-2, out, groups)
+        return Int4.of(self.integers(16, out, inner), scales, self.uniform(-9, -6, out, groups) * scales, dtype)
+
+    def int8(self, out: int, inner: int, dtype: torch.dtype, *, group: int | None = None) -> Int8:
+        """``group`` None: one for each row."""
+        scales = self.uniform(1e-4, 1e-3, out, 1 if group is None else max(1, inner // group))
+        return Int8((self.integers(255, out, inner) - 127).to(torch.int8), scales, None, dtype)
+
+    def fp8(self, out: int, inner: int, dtype: torch.dtype, *, blocks: bool = False) -> Fp8:
+        shape = (-(-out // Fp8.BLOCK), -(-inner // Fp8.BLOCK)) if blocks else (out, 1)
+        limits = torch.finfo(torch.float8_e4m3fn)
+        codes = (100 * self.normal(out, inner)).clamp(limits.min, limits.max).to(torch.float8_e4m3fn)
+        return Fp8(codes, self.uniform(1e-4, 1e-3, *shape), dtype)
 
     # ---- RoPE and attention
 
@@ -219,3 +251,13 @@ class Inputs:
         """Logits on a coarse grid: there are equals, and no two others that one float32 could stand for."""
         logits = (self.logits(rows, vocabulary) * 16).round() / 16
         return Call("token_logprobs", (logits, self.integers(vocabulary, rows), count))
+
+
+WEIGHTS: Mapping[str, Callable[[Inputs, int, int, torch.dtype], Weight]] = {
+    "W4": partial(Inputs.int4, group=128),
+    "W4 in groups of 32": partial(Inputs.int4, group=32),
+    "INT8": Inputs.int8,
+    "INT8 in groups of 64": partial(Inputs.int8, group=64),
+    "FP8": Inputs.fp8,
+    "FP8 in blocks": partial(Inputs.fp8, blocks=True),
+}

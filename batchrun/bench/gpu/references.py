@@ -14,7 +14,9 @@ from torch import Tensor
 
 from batchrun.ops.attention_batch import AttentionBatch
 from batchrun.ops.noise import uniform
+from batchrun.weights.formats import LARGEST_INT8, Weight, round_rows
 
+_LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
 _SLACK = 1e-4  # of a probability or a logarithm of one
 
 
@@ -115,6 +117,16 @@ REFERENCES: Mapping[str, Callable[..., tuple[Tensor, ...]]] = {
     each.__name__: each
     for each in (rms_norm, add_rms_norm, silu_mul, gelu_mul, rope_kv_write, attention, argmax, token_logprobs)
 }
+
+
+def linear_products(x: Tensor, weight: Weight, bias: Tensor | None) -> list[Tensor]:
+    """What ``linear`` may return of a weight that is not packed: of ``x`` as it is, or rounded to INT8 or FP8 first."""
+    wide = weight.rows(torch.arange(weight.shape[0], device=x.device)).double()
+    integers, scales = round_rows(x, LARGEST_INT8)
+    of_floats = x.float().abs().amax(dim=1, keepdim=True).clamp(min=1e-30) / _LARGEST_FP8
+    floats = (x.float() / of_floats).to(torch.float8_e4m3fn)
+    ways = (x.double(), integers.double() * scales.double()[:, None], floats.double() * of_floats.double())
+    return [way @ wide.T + (0 if bias is None else bias.double()) for way in ways]
 
 
 def draw_error(logits: Tensor, options: Mapping[str, Any], chosen: Tensor) -> float:

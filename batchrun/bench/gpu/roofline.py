@@ -218,15 +218,32 @@ def _attention_entries(small: Callable[[int], int]) -> Iterator[Entry]:
 
 
 def _linear_entries(small: Callable[[int], int]) -> Iterator[Entry]:
-    """Products of bfloat16, which torch makes, and the floors of those of narrower weights."""
+    """Products of bfloat16, which torch makes, and those of narrower weights."""
     out, inner = small(28_672), small(8192)
     for rows in (16, 256):
         name = f"28672x8192 at M={rows}"
         make = partial(_product, rows, out, inner)
         yield Entry(f"{name}, bfloat16 (torch.mm)", floors.linear(rows, out, inner), make, ops=torch)
-        yield Entry(f"{name}, W4", floors.linear(rows, out, inner, weight_bytes=0.5 + 4 / 128))
-        fp8 = floors.linear(rows, out, inner, weight_bytes=1)
-        yield Entry(f"{name}, FP8", Work(fp8.bytes, fp8.flops / _FP8))
+        four = floors.linear(rows, out, inner, weight_bytes=0.5 + 4 / 128)
+        eight = floors.linear(rows, out, inner, weight_bytes=1)
+        fewer = Work(eight.bytes, eight.flops / _FP8)
+        beside = Target("x", 1 / 0.6, f"{name}, bfloat16 (torch.mm)")
+        for kind, work, target in (
+            ("W4", four, beside),
+            ("FP8", fewer, Target("share", 0.7)),
+            ("INT8", fewer, Target("share", 0.7)),
+            ("W4 in groups of 32", floors.linear(rows, out, inner, weight_bytes=0.5 + 4 / 32), beside),
+            ("INT8 in groups of 64", floors.linear(rows, out, inner, weight_bytes=1 + 4 / 64), beside),
+        ):
+            quantized = partial(Inputs.linear, kind=kind, rows=rows, out=out, inner=inner, dtype=_DTYPE)
+            yield Entry(f"{name}, {kind}", work, quantized, [target] if rows <= 16 or target is beside else [])
+    square = small(8192)
+    yield Entry(
+        "8192x8192 at M=1, W4",
+        floors.linear(1, square, square, weight_bytes=0.5 + 4 / 128),
+        partial(Inputs.linear, kind="W4", rows=1, out=square, inner=square, dtype=_DTYPE),
+        [Target("us", 24)],
+    )
 
 
 def _divided(shrink: int, count: int) -> int:

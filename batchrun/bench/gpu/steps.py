@@ -17,7 +17,10 @@ from batchrun.models.config import ModelConfig
 # The kind of a kernel by what its name has in it: our own kernels', and those of the libraries that multiply for torch.
 _KINDS = {
     "attention": ("_attend", "_merge"),
-    "linear": ("gemm", "gemv", "nvjet", "cutlass", "cublas", "splitk"),
+    "linear": (
+        *("gemm", "gemv", "nvjet", "cutlass", "cublas", "splitk"),
+        *("product_kernel", "sum_parts_kernel", "quantize_kernel", "unpack_kernel"),
+    ),
     "sampling": ("pick_kernel", "merge_kernel", "top_k_kernel", "top_p_kernel", "logprob_kernel"),
     "elementwise": ("norm_kernel", "gated_kernel", "rope_kernel"),
 }

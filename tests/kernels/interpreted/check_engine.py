@@ -7,9 +7,12 @@ from types import ModuleType
 
 import pytest
 import torch
+from torch import Tensor
 
 from batchrun.engine.graphs import fill, takes
 from batchrun.engine.request import Request
+from batchrun.job import Quantization
+from batchrun.kernels.gpu import eight_bits, planes
 from batchrun.ops import fixed_triton_ops, torch_ops, triton_ops
 from batchrun.sampling import SamplingParams
 from tests.engine.driver import Driver, load_decoder, request
@@ -82,3 +85,33 @@ def test_a_batch_filled_up_for_a_graph_gives_the_same_logits(tiny_model: Path, m
         monkeypatch.setattr(executor, "_run", run_twice)
         driver.run(requests()[:3])
     assert compared
+
+
+def prompt_logprobs(path: Path, ops: ModuleType, quantization: Quantization) -> Tensor:
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    requests = [request(i, [(7 * i + j * j) % 250 for j in range(20)], params) for i in range(2)]
+    decoder = load_decoder(path, dtype=torch.float16, ops=ops, quantization=quantization)
+    with Driver(decoder, block_size=16, n_blocks=64) as driver:
+        driver.run(requests)
+    return torch.tensor([[entry.logprob for entry in each.prompt_logprobs] for each in requests])
+
+
+@pytest.mark.parametrize(
+    ("quantization", "major_minor", "share"),
+    [("int8", (8, 0), 2.0), ("int4", (9, 0), 0.1), ("fp8", (8, 0), 0.1)],
+)
+def test_the_engine_answers_as_with_plain_numbers(
+    tiny_model: Path,
+    quantization: Quantization,
+    major_minor: tuple[int, int],
+    share: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """But for a ``share`` of what rounding the weights changes. INT8 rounds activations, too."""
+    for module in (eight_bits, planes):
+        monkeypatch.setattr(module, "capability", lambda device: major_minor)
+    plain, expected = (prompt_logprobs(tiny_model, torch_ops, each) for each in ("none", quantization))
+    found = prompt_logprobs(tiny_model, triton_ops, quantization)
+    off, moved = ((each - expected).abs().mean() for each in (found, plain))
+    assert moved > 1e-3  # there is something to find
+    assert off < share * moved
