@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+
+from batchrun.models.input_sizes import of_down, of_output
+from batchrun.weights.formats import Dense
+from batchrun.weights.quantize import PLAIN, QUANTIZERS
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -120,3 +125,20 @@ def greedy_with(model: Any, prompt: list[int], max_tokens: int) -> list[int]:
         pad_token_id=0,
     )
     return output[0, len(prompt) :].tolist()
+
+
+def round_layers(model: Any, quantization: str) -> None:
+    """Rounds the linear layers of a transformers model as a quantized engine's are."""
+    quantize = QUANTIZERS.get(quantization, PLAIN)
+    heads, kv_heads = model.config.num_attention_heads, model.config.num_key_value_heads
+    with torch.inference_mode():
+        for layer in model.model.layers:
+            attention, mlp = layer.self_attn, layer.mlp
+            for linear in (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj):
+                linear.weight.copy_(quantize(linear.weight).dequantize())
+            qkv = Dense(torch.cat([each.weight for each in (attention.q_proj, attention.k_proj, attention.v_proj)]))
+            gate_up = Dense(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
+            sizes = partial(of_output, qkv, layer.input_layernorm.weight, heads, kv_heads)
+            attention.o_proj.weight.copy_(quantize(attention.o_proj.weight, sizes).dequantize())
+            sizes = partial(of_down, gate_up, layer.post_attention_layernorm.weight)
+            mlp.down_proj.weight.copy_(quantize(mlp.down_proj.weight, sizes).dequantize())

@@ -21,8 +21,7 @@ from batchrun.cli import main
 from batchrun.model_files import resolve
 from batchrun.quality import configurations, cut, reading, tokenize
 from batchrun.quality.report import Configuration, Reading, estimate
-from batchrun.weights.quantize import to_int4
-from tests.models import save_model, save_tokenizer
+from tests.models import round_layers, save_model, save_tokenizer
 
 TEXT = "A café, at 7 in the morning: “two cups”, she said, and neither of us had slept. " * 5
 CONTEXT = 150  # tokens, which are bytes: more than a step takes, and no multiple of a block
@@ -119,9 +118,7 @@ def test_quantized_weights_cost_what_rounding_them_does(soft_model: Path, tmp_pa
     arguments = [soft_model, "--text", text, "--context", CONTEXT, "--dtype", "float32", "--weights", "int4"]
     _, found = measured(tmp_path / "q.json", *arguments)
     rounded: Any = transformers.AutoModelForCausalLM.from_pretrained(soft_model, dtype=torch.float32).eval()
-    for layer in rounded.model.modules():
-        if isinstance(layer, torch.nn.Linear):
-            layer.weight.data = to_int4(layer.weight.data).dequantize()
+    round_layers(rounded, "int4")
     windows = windows_of(TEXT, soft_model)
     # The native product rounds activations to 16 bits, which moves the figures in their fourth digit.
     check_figures(found, log_probabilities(soft_model, windows), log_probabilities(rounded, windows), windows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,12 +13,12 @@ from torch import Tensor
 
 from batchrun import Engine, SamplingParams
 from batchrun.job import Quantization
-from batchrun.models.input_sizes import of_down, of_output
 from batchrun.ops import fixed_onednn_ops, fixed_ops, native_ops, onednn_ops, torch_ops
 from batchrun.weights.formats import Dense, Fp8, Int4, Int8
-from batchrun.weights.quantize import PLAIN, QUANTIZERS
+from batchrun.weights.quantize import QUANTIZERS
 from tests.engine.driver import Driver, load_decoder, request
 from tests.marks import needs_kernels
+from tests.models import round_layers
 
 PROMPTS = [[(7 * index + place * place) % 256 for place in range(30)] for index in range(4)]
 READ = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
@@ -28,19 +27,8 @@ READ = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
 def reference_logprobs(path: Path, quantization: str) -> Tensor:
     """Log-probability of each prompt token but the first, [prompts, tokens - 1], by transformers."""
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    quantize = QUANTIZERS.get(quantization, PLAIN)
-    heads, kv_heads = model.config.num_attention_heads, model.config.num_key_value_heads
+    round_layers(model, quantization)
     with torch.inference_mode():
-        for layer in model.model.layers:
-            attention, mlp = layer.self_attn, layer.mlp
-            for linear in (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj):
-                linear.weight.copy_(quantize(linear.weight).dequantize())
-            qkv = Dense(torch.cat([each.weight for each in (attention.q_proj, attention.k_proj, attention.v_proj)]))
-            gate_up = Dense(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
-            sizes = partial(of_output, qkv, layer.input_layernorm.weight, heads, kv_heads)
-            attention.o_proj.weight.copy_(quantize(attention.o_proj.weight, sizes).dequantize())
-            sizes = partial(of_down, gate_up, layer.post_attention_layernorm.weight)
-            mlp.down_proj.weight.copy_(quantize(mlp.down_proj.weight, sizes).dequantize())
         ids = torch.tensor(PROMPTS)
         return model(ids).logits.log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
 
