@@ -61,7 +61,7 @@ class Fastest:
 def fastest(files: ModelFiles, model: ModelSpec, engine: EngineSpec, device: Device, dtype: str) -> Fastest:
     """The fastest form for as many tokens as sequences run at once; measures for a second or two."""
     tokens = resolve_limits(engine, device).max_num_seqs
-    forms = _forms(files)
+    forms = memory.auto_forms(files)
     free = memory.available_memory() if device == "cpu" else memory.gpu_memory() or 0
     sizes = {form: memory.weight_bytes(files, memory.DTYPE_BYTES[dtype], form, device) for form in forms}
     if fitting := [form for form in forms if sizes[form] < free]:
@@ -106,11 +106,6 @@ def _measure(
             least[form] = min(least[form], time.perf_counter() - start)
         rounds += 1
     return least
-
-
-def _forms(files: ModelFiles) -> list[Quantization]:
-    """What the linear layers can be."""
-    return ["dequantize", "none"] if files.encodings else ["none", "int8", "int4"]
 
 
 def _maker(form: Quantization, files: ModelFiles, dtype: torch.dtype) -> Maker:

@@ -141,11 +141,15 @@ def parameter_count(config: Config) -> tuple[int, int]:
     return int(config["num_hidden_layers"]) * (attention + mlp), tables * int(config["vocab_size"]) * hidden
 
 
+def auto_forms(files: ModelFiles) -> list[Quantization]:
+    """What ``model.quantization: auto`` chooses from; those that lose nothing come first."""
+    return ["dequantize", "none"] if files.encodings else ["none", "int8", "int4"]
+
+
 def weight_bytes(files: ModelFiles, dtype_bytes: int, quantization: Quantization, device: Device) -> int:
     """Bytes of the loaded matrices; of ``auto``, of the smallest form that it chooses from."""
     if quantization == "auto":
-        forms: list[Quantization] = ["dequantize", "none"] if files.encodings else ["int8", "int4"]
-        return min(weight_bytes(files, dtype_bytes, form, device) for form in forms)
+        return min(weight_bytes(files, dtype_bytes, form, device) for form in auto_forms(files))
     if quantization == "none" and files.format == "gguf":
         return resident_bytes(read_gguf(files.weights[0]), dtype_bytes)
     matrix, embedding = parameter_count(files.config)
