@@ -12,9 +12,6 @@ from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
 import torch
 
-LARGEST_INT8 = 127  # the scale is symmetric: -128 is not used
-_LEAST_MAGNITUDE = 1e-30  # a row without a larger one is rounded as if it had it: no scale is zero
-
 
 class Packed(Protocol):
     """A weight in the layout that some backend's ``linear`` multiplies."""
@@ -324,17 +321,6 @@ def cat(weights: Sequence[Weight]) -> Weight:
     if classes == {Int8, Int4}:
         return Int8.cat([Int8.widen(weight) for weight in weights if isinstance(weight, Grouped)])
     return Dense(torch.cat([weight.dequantize() for weight in weights]))
-
-
-def round_rows(x: torch.Tensor, largest: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows ``[..., K]`` of floats as integers times scales ``[...]``, all float32; a row's largest becomes ``largest``.
-
-    A row with anything that is not finite becomes zeros times infinity or NaN, so that what is made of it is NaN.
-    """
-    wide = x.float()
-    scales = wide.abs().amax(dim=-1).clamp(min=_LEAST_MAGNITUDE) / largest
-    integers = (wide * scales.reciprocal()[..., None]).round().nan_to_num()
-    return integers, scales
 
 
 def _matrix(data: torch.Tensor) -> tuple[int, int]:

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from batchrun.weights.formats import LARGEST_INT8, Dense, Fp8, Int4, Int8, Weight
+from batchrun.weights.formats import Dense, Fp8, Int4, Int8, Weight
 
 GROUP, INT8_GROUP = 64, 32  # columns of a group, at most
 _LEAST_GROUP = 16  # columns: float32 scales and minimums take half a byte more for each number
-LEAST_INT8 = -128
+LEAST_INT8, LARGEST_INT8 = -128, 127  # the least only where there are minimums: scales alone are symmetric
 LARGEST_INT4 = 15
 LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
 _LEAST_SIGNED = -8

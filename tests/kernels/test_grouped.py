@@ -10,8 +10,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from batchrun.bench.gpu.references import round_rows
 from batchrun.kernels import cpu
-from batchrun.weights.formats import Grouped, Int4, Int8, round_rows
+from batchrun.weights.formats import Grouped, Int4, Int8
 from tests.kernels.test_cpu import DTYPES, ROUNDING, quick
 from tests.marks import needs_kernels
 

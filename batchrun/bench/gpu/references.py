@@ -14,9 +14,11 @@ from torch import Tensor
 
 from batchrun.ops.attention_batch import AttentionBatch
 from batchrun.ops.noise import uniform
-from batchrun.weights.formats import LARGEST_INT8, Weight, round_rows
+from batchrun.weights.formats import Weight
+from batchrun.weights.quantize import LARGEST_INT8
 
 _LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
+_LEAST_MAGNITUDE = 1e-30  # a row without a larger one is rounded as if it had it: no scale is zero
 _SLACK = 1e-4  # of a probability or a logarithm of one
 
 
@@ -117,6 +119,17 @@ REFERENCES: Mapping[str, Callable[..., tuple[Tensor, ...]]] = {
     each.__name__: each
     for each in (rms_norm, add_rms_norm, silu_mul, gelu_mul, rope_kv_write, attention, argmax, token_logprobs)
 }
+
+
+def round_rows(x: Tensor, largest: int) -> tuple[Tensor, Tensor]:
+    """Rows ``[..., K]`` of floats as integers times scales ``[...]``, all float32; a row's largest becomes ``largest``.
+
+    A row with anything that is not finite becomes zeros times infinity or NaN, so that what is made of it is NaN.
+    """
+    wide = x.float()
+    scales = wide.abs().amax(dim=-1).clamp(min=_LEAST_MAGNITUDE) / largest
+    integers = (wide * scales.reciprocal()[..., None]).round().nan_to_num()
+    return integers, scales
 
 
 def linear_products(x: Tensor, weight: Weight, bias: Tensor | None) -> list[Tensor]:

@@ -10,10 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from batchrun.bench.gpu.references import round_rows
 from batchrun.kernels import gpu
 from batchrun.kernels.gpu import eight_bits, parts, planes
 from batchrun.ops import fixed_triton_ops, fp8_triton, grouped_triton, triton_ops
-from batchrun.weights.formats import Fp8, Grouped, Int4, Int8, Weight, round_rows
+from batchrun.weights.formats import Fp8, Grouped, Int4, Int8, Weight
 
 OPS = [triton_ops, fixed_triton_ops]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
