@@ -149,7 +149,6 @@ def preflight(job: JobSpec, *, to_run: bool = False) -> Preflight:
             source.check_columns(inputs)
     with faults.about("engine.device"):
         device = _resolve_device(job, warnings, to_run=to_run)
-        memory.check_kv_cache_dtype(job.model.kv_cache_dtype, memory.resolve_dtype(job.model.dtype, device), device)
         resolve_limits(job.engine, device)
     with faults.about("model.name_or_path"):
         model = resolve(job.model.name_or_path, job.model.revision, weights=False)

@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend
 
 from batchrun.bench.gpu import checks, floors, roofline, steps, stress, timing
 from batchrun.bench.gpu import engine as ends
-from batchrun.bench.gpu.answers import compare_answers
+from batchrun.bench.gpu.answers import NAMES, compare_answers
 from batchrun.bench.gpu.budget import PARTS, Budget, Line, Unit, turns
 from batchrun.bench.gpu.floors import Ceilings, Work
 from batchrun.bench.gpu.inputs import Inputs
@@ -36,6 +36,7 @@ from batchrun.bench.gpu.worker import run_units
 from batchrun.cli import main
 from batchrun.engine.memory import parameter_count
 from batchrun.errors import JobError
+from batchrun.job import KVCacheDType
 from batchrun.models.families import model_config
 from batchrun.ops import torch_ops
 
@@ -363,6 +364,25 @@ def unwritten_kv(*arguments: Any, **options: Any) -> Any:
     return torch_ops.rope_kv_write(q, cos_sin, positions, slots, k_cache, v_cache, **options)
 
 
+def swapped_nibbles(*arguments: Any, **options: Any) -> Any:
+    *others, k_cache, v_cache = arguments
+    q = torch_ops.rope_kv_write(*others, k_cache, v_cache, **options)
+    if k_cache.dtype == torch.uint8:
+        v_cache.copy_(v_cache << 4 | v_cache >> 4)
+    return q
+
+
+def swapped_scales(*arguments: Any, kv_scales: Any, **options: Any) -> Any:
+    """A token's scales are those of another head."""
+    turned = tuple(each.roll(1, 1) for each in kv_scales) if kv_scales else None
+    return torch_ops.attention(*arguments, kv_scales=turned, **options)
+
+
+def unscaled_values(*arguments: Any, kv_scales: Any, **options: Any) -> Any:
+    k_scales, v_scales = kv_scales
+    return torch_ops.attention(*arguments, kv_scales=(k_scales, torch.ones_like(v_scales)), **options)
+
+
 @pytest.mark.parametrize(
     ("operation", "wrong", "caught"),
     [
@@ -373,6 +393,11 @@ def unwritten_kv(*arguments: Any, **options: Any) -> Any:
         ("gelu_mul", nearly("silu_mul", lambda result: result), "gelu_mul, bfloat16"),
         ("rope_kv_write", unwritten_kv, "rope_kv_write, bfloat16"),
         ("rope_kv_write", nearly("rope_kv_write", lambda q: -q), "rope_kv_write with norms, bfloat16"),
+        ("rope_kv_write", unwritten_kv, "rope_kv_write, int8 KV"),
+        ("rope_kv_write", swapped_nibbles, "rope_kv_write, int4 KV"),
+        ("attention", swapped_scales, "attention, int8 KV"),
+        ("attention", swapped_scales, "attention, int4 KV"),
+        ("attention", unscaled_values, "attention, fp8 KV"),
         ("attention", unmasked, "attention, mixed, bfloat16"),
         ("attention", nearly("attention", at_one_place(0.3)), "attention, prefill, bfloat16"),
         ("linear", nearly("linear", at_one_place(0.5)), "linear, W4, 17 rows, bfloat16"),
@@ -459,13 +484,11 @@ def wall_clock(call: Callable[[], object]) -> float:
 def test_every_line_of_the_table_on_a_cpu() -> None:
     table = roofline.Table(complete_ops(), CPU, 3, wall_clock, shrink=64)
     lines = {line.name: line for unit in table.units() for line in unit.run(60)}
-    without = {name for name, line in lines.items() if line.status == "no kernel"}
-    assert without == {name for name in lines if name.endswith("FP8 KV")}
-    assert {line.status for line in lines.values()} == {"no kernel", "measured"}
+    assert {line.status for line in lines.values()} == {"measured"}
     for entry in roofline.entries(64):
         line = lines[entry.name]
         assert line.figures["floor us"] == entry.work.seconds(table.ceilings) * 1e6
-        assert ("H200 target" in line.figures) == (bool(entry.targets) and entry.name not in without)
+        assert ("H200 target" in line.figures) == bool(entry.targets)
     prefill = lines["prefill B8 S4096 causal"].figures
     assert isinstance(prefill["flash us"], float)  # torch's own on this device takes the same inputs
     assert prefill["met"] == "not known" or isinstance(prefill["cuDNN us"], float)
@@ -530,8 +553,8 @@ def setting(**changed: Any) -> ends.Setting:
 
 def test_the_engine_end_to_end_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ends.PUBLISHED, ("8B", "12/12"), 27_911)
-    answers, *units = ends.Ends(setting()).units()
-    assert answers.name == "answers of a small model"
+    plain, kept, *units = ends.Ends(setting()).units()
+    assert (plain.name, kept.name) == ("answers of a small model", "answers of a small model, FP8 KV")
     lines = [line for unit in units for line in unit.run(60)]
     assert {line.status for line in lines} == {"measured"}
     assert [unit.name for unit in units][:5] == [
@@ -550,12 +573,14 @@ def test_the_engine_end_to_end_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None
     assert (prompts["steps"], decoding["steps"]) == (4, 16)
 
 
-def test_answers_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    (line,) = compare_answers(CPU, 3)
+@pytest.mark.parametrize("kept", NAMES)
+def test_answers_are_compared(kept: KVCacheDType, monkeypatch: pytest.MonkeyPatch) -> None:
+    (line,) = compare_answers(CPU, 3, kept)
+    assert line.name == NAMES[kept]
     assert (line.status, line.figures["like torch's"] >= 46, line.figures["rows"]) == ("passed", True, 48)
     draw = torch_ops.draw
     monkeypatch.setattr(torch_ops, "draw", lambda logits, **how: draw(logits, **how | {"position": how["key"]}))
-    (line,) = compare_answers(CPU, 3)
+    (line,) = compare_answers(CPU, 3, kept)
     assert (line.status, line.figures["like the run before"]) == ("failed", 48)
 
 
@@ -567,11 +592,12 @@ def test_a_run_that_is_too_slow_is_cut() -> None:
         return clock.now
 
     part = ends.Ends(setting(clock=slow))
-    (line,) = part.units()[1].run(5.0)
+    _, _, unit, *_ = part.units()
+    (line,) = unit.run(5.0)
     assert line.status == "cut"
     assert line.figures["finished"] < 6
     assert line.figures["output tok/s"] > 0
-    (line,) = part.units()[1].run(1e9)  # and leaves nothing behind
+    (line,) = unit.run(1e9)  # and leaves nothing behind
     assert (line.status, line.figures["finished"]) == ("measured", 6)
 
 

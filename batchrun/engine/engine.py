@@ -110,7 +110,6 @@ class Engine:
     def _load(self) -> None:
         spec, device = self.spec, self._device
         dtype = memory.resolve_dtype(self.model_spec.dtype, device)
-        memory.check_kv_cache_dtype(self.model_spec.kv_cache_dtype, dtype, device)
         self.max_model_len = memory.resolve_max_model_len(self.files.config, self.model_spec)
         if device == "cuda" and not torch.cuda.is_available():
             raise JobError(

@@ -103,15 +103,6 @@ def resolve_dtype(dtype: str, device: str) -> str:
     return "bfloat16" if "amx_bf16" in description or "avx512_bf16" in description else "float32"
 
 
-def check_kv_cache_dtype(kv_cache_dtype: KVCacheDType, dtype: str, device: Device) -> None:
-    """Raises JobError where ``device`` cannot keep the keys and values of a model of ``dtype`` so."""
-    own = kv_cache_dtype == "auto" or (kv_cache_dtype, dtype) == ("bf16", "bfloat16")
-    if not own and device != "cpu":
-        raise JobError(
-            f"model.kv_cache_dtype: {kv_cache_dtype} is not supported on {device} yet; use auto or engine.device: cpu"
-        )
-
-
 def head_dim(config: Config) -> int:
     """Elements of one attention head."""
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .kv_numbers import as_bytes, check_layout, store_packed
 from .launch import launch
 
 _ELEMENTS = 2048  # of a program
@@ -29,12 +30,12 @@ def rope_kv_write(
     """Rotate queries and keys, write keys and values into the paged cache, return the queries [T, HQ, D].
 
     ``qkv`` [T, (HQ + 2 HKV) D]; ``cos_sin`` [P, D] float32, cosines then sines of D/2 frequencies (rotate-half form,
-    Su et al. 2021); ``slots`` [T] int64; caches [n_blocks, HKV, block_size, D], the blocks of a head contiguous.
-    ``q_norm`` and ``k_norm`` [D] are applied per head before the rotation (Qwen3).
+    Su et al. 2021); ``slots`` [T] int64; caches [n_blocks, HKV, block_size, D], or as `batchrun.ops.kv_numbers` keeps D
+    numbers with ``kv_scales`` [n_blocks, HKV, block_size] (see `kv_numbers.check_layout`). ``q_norm`` and ``k_norm``
+    [D] are applied per head before the rotation (Qwen3).
     """
-    if kv_scales is not None:
-        raise ValueError("the kernels take no quantized cache")
-    _, kv_heads, block_size, dim = k_cache.shape
+    kv_heads, block_size, dim = k_cache.shape[1], k_cache.shape[2], cos_sin.shape[1]
+    code = check_layout(k_cache, v_cache, kv_scales, dim)
     q_heads = qkv.shape[1] // dim - 2 * kv_heads
     q = torch.empty((len(qkv), q_heads, dim), dtype=qkv.dtype, device=qkv.device)
     heads, half = _tile(max(q_heads, 2 * kv_heads), dim)
@@ -42,12 +43,13 @@ def rope_kv_write(
     launch(
         rope_kernel,
         (len(qkv), q_parts + kv_parts),
-        *(qkv, cos_sin, positions, slots, q, k_cache, v_cache, q_norm, k_norm),
-        *(qkv.stride(0), *k_cache.stride()[:2], *v_cache.stride()[:2], q_parts, q_heads, kv_heads, eps),
+        *(qkv, cos_sin, positions, slots, q, as_bytes(k_cache), as_bytes(v_cache), *(kv_scales or (None, None))),
+        *(q_norm, k_norm, qkv.stride(0), *k_cache.stride()[:2], q_parts, q_heads, kv_heads, eps),
         BLOCK_SIZE=block_size,
         DIM=dim,
         HEADS=heads,
         HALF=half,
+        CODE=code,
         num_warps=max(2 * heads * half // _PER_WARP, 1),
     )
     return q
@@ -61,9 +63,9 @@ def _tile(heads: int, dim: int) -> tuple[int, int]:
 
 @triton.jit
 def rope_kernel(
-    qkv, cos_sin, positions, slots, q, k_cache, v_cache, q_norm, k_norm,
-    stride, k_block_stride, k_head_stride, v_block_stride, v_head_stride, q_parts, q_heads, kv_heads, eps,
-    BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+    qkv, cos_sin, positions, slots, q, k_cache, v_cache, k_scales, v_scales, q_norm, k_norm,
+    stride, block_stride, head_stride, q_parts, q_heads, kv_heads, eps,
+    BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, CODE: tl.constexpr,
 ):  # fmt: skip
     """``HEADS`` query heads of a token, or ``HEADS / 2`` of keys and as many of values."""
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -78,12 +80,16 @@ def rope_kernel(
     else:
         head = (part - q_parts) * (HEADS // 2)
         slot = tl.load(slots + token).to(tl.int64)
-        keys = k_cache + (slot // BLOCK_SIZE) * k_block_stride + (slot % BLOCK_SIZE) * DIM
-        values = v_cache + (slot // BLOCK_SIZE) * v_block_stride + (slot % BLOCK_SIZE) * DIM
+        block, place = slot // BLOCK_SIZE * block_stride, slot % BLOCK_SIZE
+        if CODE is not None:
+            k_scales += block // 4 + place
+            v_scales += block // 4 + place
+        place *= DIM // 2 if CODE == "int4" else DIM
+        keys, values = k_cache + block + place, v_cache + block + place
         row += q_heads * DIM
-        _keys(row, keys, k_head_stride, head, kv_heads, cos, sin, k_norm, eps, DIM, HEADS // 2)
+        _keys(row, keys, k_scales, head_stride, head, kv_heads, cos, sin, k_norm, eps, DIM, HEADS // 2, CODE)
         row += kv_heads * DIM
-        _values(row, values, v_head_stride, head, kv_heads, DIM, HALF, HEADS // 2)
+        _values(row, values, v_scales, head_stride, head, kv_heads, DIM, HALF, HEADS // 2, CODE)
 
 
 @triton.jit
@@ -94,20 +100,36 @@ def _queries(source, target, head, heads, cos, sin, norm, eps, DIM: tl.constexpr
 
 
 @triton.jit
-def _keys(source, target, stride, head, heads, cos, sin, norm, eps, DIM: tl.constexpr, HEADS: tl.constexpr):
+def _keys(
+    source, target, scales, stride, head, heads, cos, sin, norm, eps,
+    DIM: tl.constexpr, HEADS: tl.constexpr, CODE: tl.constexpr,
+):  # fmt: skip
     first, second, head, column, inside = _rotated(source, head, heads, cos, sin, norm, eps, DIM, HEADS)
-    dtype: tl.constexpr = target.dtype.element_ty
-    tl.store(target + head * stride + column, first.to(dtype), mask=inside)
-    tl.store(target + head * stride + column + DIM // 2, second.to(dtype), mask=inside)
+    if CODE is None:
+        dtype: tl.constexpr = target.dtype.element_ty
+        tl.store(target + head * stride + column, first.to(dtype), mask=inside)
+        tl.store(target + head * stride + column + DIM // 2, second.to(dtype), mask=inside)
+    else:
+        store_packed(first, second, target, scales, stride, head, column, inside, heads, DIM, CODE)
 
 
 @triton.jit
-def _values(source, target, stride, head, heads, DIM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr):
+def _values(
+    source, target, scales, stride, head, heads,
+    DIM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, CODE: tl.constexpr,
+):  # fmt: skip
     head += tl.arange(0, HEADS)[:, None]
-    column = tl.arange(0, 2 * HALF)[None, :]
-    inside = (head < heads) & (column < DIM)
-    values = tl.load(source + head * DIM + column, mask=inside)
-    tl.store(target + head * stride + column, values.to(target.dtype.element_ty), mask=inside)
+    if CODE is None:
+        column = tl.arange(0, 2 * HALF)[None, :]
+        inside = (head < heads) & (column < DIM)
+        values = tl.load(source + head * DIM + column, mask=inside)
+        tl.store(target + head * stride + column, values.to(target.dtype.element_ty), mask=inside)
+    else:
+        column = tl.arange(0, HALF)[None, :]
+        inside = (head < heads) & (column < DIM // 2)
+        first = tl.load(source + head * DIM + column, mask=inside, other=0.0)
+        second = tl.load(source + head * DIM + column + DIM // 2, mask=inside, other=0.0)
+        store_packed(first, second, target, scales, stride, head, column, inside, heads, DIM, CODE)
 
 
 @triton.jit

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from batchrun import Engine, SamplingParams
 from batchrun.bench.workload import DEMO_MODEL
+from batchrun.engine.memory import kv_bytes_per_token
 from batchrun.errors import JobError
 from batchrun.job import KVCacheDType
 from batchrun.model_files import resolve
-from batchrun.models.kv_cache import DTYPES
+from batchrun.models.kv_cache import DTYPES, KVCache
 from batchrun.ops import fixed_ops, native_ops, torch_ops
 from batchrun.tokenization.tokenizer import Tokenizer
 from tests.engine.driver import Driver, load_decoder, request
@@ -142,9 +143,18 @@ def test_keys_with_an_outlier_for_a_bias_are_refused(tmp_path: Path, quantizatio
     load("int8")
 
 
-def test_a_device_that_cannot_is_refused_before_the_model_loads(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kept_as", ["auto", *DTYPES])
+@pytest.mark.parametrize(("head_dim", "block_size"), [(128, 32), (80, 16), (64, 2)])
+def test_a_pool_takes_the_bytes_that_are_planned_on_any_device(
+    kept_as: KVCacheDType, head_dim: int, block_size: int
 ) -> None:
-    monkeypatch.setattr("batchrun.engine.memory.resolve_device", lambda _: "cuda")
-    with pytest.raises(JobError, match=r"model\.kv_cache_dtype: int8 is not supported on cuda yet"):
-        Engine(str(tiny_model), kv_cache_dtype="int8")
+    dtype = DTYPES.get(kept_as, torch.float16)
+    cache = KVCache.zeros(
+        7, 3, block_size, head_dim, dtype, torch.device("meta")
+    )  # as on a GPU: memory as torch has it
+    config = {"head_dim": head_dim, "num_key_value_heads": 3, "num_hidden_layers": 1}
+    planned = 7 * block_size * kv_bytes_per_token(config, "float16", kept_as)
+    assert cache.keys.untyped_storage().nbytes() == planned
+    parts = [cache.keys, cache.values, *(cache.scales or ())]
+    assert {part.untyped_storage()._cdata for part in parts} == {cache.keys.untyped_storage()._cdata}
+    assert sum(part.numel() * part.element_size() for part in parts) == planned

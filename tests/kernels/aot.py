@@ -36,6 +36,7 @@ _DTYPES = {
     torch.int32: "i32",
     torch.int64: "i64",
     torch.int8: "i8",
+    torch.uint8: "u8",
     torch.float8_e4m3fn: "fp8e4nv",
 }
 

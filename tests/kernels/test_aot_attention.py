@@ -17,12 +17,20 @@ pytest.importorskip("triton")
 
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from batchrun.job import KVCacheDType
 from batchrun.kernels.gpu.attention import Form, form, max_lines
+from batchrun.models.kv_cache import DTYPES, KVCache
 from tests.kernels.aot import Compiled, compiled, problems
 
 module = importlib.import_module("batchrun.kernels.gpu.attention")  # the package gives its function that name
 
-NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
+NAMES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int32: "i32",
+    torch.uint8: "u8",
+}
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,7 @@ class Case:
     block_size: int = 32
     features: bool = False  # window and cap
     dtype: torch.dtype = torch.bfloat16
+    kept: KVCacheDType = "auto"
 
 
 def type_of(argument: Any, kernel: Any, name: str) -> str:
@@ -50,7 +59,8 @@ def type_of(argument: Any, kernel: Any, name: str) -> str:
 def launched(case: Case, chosen: Form | None = None) -> list[Compiled]:
     """The kernels that a call of ``attention`` would launch for one list of items: of the items, and the merge."""
     n_kv_heads, group = 8, 4
-    memory = torch.zeros(4, n_kv_heads, 2, case.block_size, case.head_dim, dtype=case.dtype)
+    kept = DTYPES.get(case.kept, case.dtype)
+    cache = KVCache.zeros(4, n_kv_heads, case.block_size, case.head_dim, kept, torch.device("cpu"))
     q = torch.zeros(3, n_kv_heads * group, case.head_dim, dtype=case.dtype)
     items = torch.zeros(1, 8, dtype=torch.int32)
     plan = SimpleNamespace(few=items[:0], many=items, few_tile=16, many_tile=case.lines, n_partials=1)
@@ -60,9 +70,11 @@ def launched(case: Case, chosen: Form | None = None) -> list[Compiled]:
 
     def launch(kernel: Any, grid: Any, *args: Any, num_warps: int, num_stages: int, **constants: Any) -> None:
         if all(grid):
-            types = {name: type_of(arg, kernel, name) for name, arg in zip(kernel.arg_names, args, strict=False)}
+            given = dict(zip(kernel.arg_names, args, strict=False))
+            absent = {name: None for name, arg in given.items() if arg is None}
+            types = {name: type_of(arg, kernel, name) for name, arg in given.items() if name not in absent}
             options = {"num_warps": num_warps, "num_stages": num_stages}
-            results.append(compiled(kernel, types, constants, arch=case.arch, **options))
+            results.append(compiled(kernel, types, absent | constants, arch=case.arch, **options))
 
     with (
         mock.patch.object(module, "launch", launch),
@@ -70,8 +82,8 @@ def launched(case: Case, chosen: Form | None = None) -> list[Compiled]:
         mock.patch.object(module, "form", side_effect=lambda *key: chosen or form(*key)),
     ):
         window, softcap = (1000, 50.0) if case.features else (None, None)
-        k, v = memory[:, :, 0], memory[:, :, 1]
-        module.attention(q, k, v, batch, scale=0.1, window=window, softcap=softcap)
+        options = {"kv_scales": cache.scales, "window": window, "softcap": softcap}
+        module.attention(q, cache.keys, cache.values, batch, scale=0.1, **options)
     return results
 
 
@@ -112,6 +124,52 @@ def test_kernel(case: Case) -> None:
     assert case.arch != 80 or result.shared <= 99 << 10  # of 8.9
 
 
+FEWER = [Case(arch, lines, kept="fp8") for arch in (80, 90, 100) for lines in (16, 128)]
+FEWER += [Case(arch, 16, kept=kept) for arch in (80, 90, 100) for kept in ("int8", "int4")]
+FEWER += [Case(90, 128, kept="int8"), Case(90, 128, kept="int4"), Case(90, 16, 64, kept="fp8")]
+FEWER += [Case(90, lines, features=True, kept="fp8") for lines in (16, 128)]
+FEWER += [Case(90, 16, dtype=torch.float32, kept="fp8"), Case(90, 128, dtype=torch.float16, kept="bf16")]
+MORE = [
+    Case(arch, lines, head_dim, features=features, kept=kept)
+    for kept in ("fp8", "int8", "int4")
+    for arch in (80, 90, 100)
+    for lines in (16, 64, 128)
+    for head_dim in (64, 80, 128, 256)
+    for features in (False, True)
+    if not (arch == 80 and lines * head_dim > 64 * 256)
+]
+MORE += [Case(arch, 16, dtype=torch.float32, kept=kept) for arch in (80, 90, 100) for kept in ("bf16", "int8", "int4")]
+MORE += [Case(arch, lines, dtype=torch.float16, kept="fp8") for arch in (80, 90, 100) for lines in (16, 128)]
+
+
+@pytest.mark.parametrize(
+    "case", [*FEWER, *(pytest.param(each, marks=pytest.mark.slow) for each in MORE if each not in FEWER)], ids=str
+)
+def test_fewer_bits(case: Case) -> None:
+    result = launched(case)[0]
+    single, floor = case.dtype is torch.float32, 16 if case.lines == 16 and case.head_dim <= 128 else 8
+    product = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}[case.arch] if case.lines >= 64 else "HMMA"
+    ahead = () if single else ("UTMALDG",) if case.kept == "bf16" and case.arch > 80 else ("LDGSTS",)
+    assert problems(result, instruction=(product, *ahead), min_warps_per_sm=8 if single else floor) == []
+    waits = {line.strip() for line in result.ptx.splitlines() if "wgmma.wait_group" in line}
+    assert waits <= {"wgmma.wait_group.sync.aligned 0;"}
+    assert "wgmma" not in result.ptx or "fence.proxy.async" in result.ptx or "UTMALDG" in ahead
+    assert case.arch != 80 or result.shared <= 99 << 10  # of 8.9
+    assert result.count("I2F") <= 8  # of divisions by block sizes: no code is converted
+
+
+@pytest.mark.parametrize("kept", ["fp8", "int8", "int4"])
+def test_operations_of_a_number(kept: KVCacheDType) -> None:
+    """What a decoding step needs to make numbers of codes, in a loop over whole tiles and one over masked ones.
+
+    That is beside what plain numbers need. The design's budget is about 6.9 for a byte, which two of 4 bits share.
+    """
+    made, plain = (launched(Case(90, 16, kept=each))[0] for each in (kept, "auto"))
+    names = ("LOP3", "SHF", "IMAD.SHL", "PRMT", "FADD", "FMUL", "F2FP")
+    more, less = (each.num_warps * sum(each.count(name) for name in names) for each in (made, plain))
+    assert 2 < (more - less) / (2 * 2 * 64 * 128 / 32) < 6
+
+
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize("head_dim", [128, 256])
 def test_merge(arch: int, head_dim: int) -> None:
@@ -142,6 +200,8 @@ def test_forms() -> None:
         == form((10, 3), 64, 128, 32, torch.bfloat16)
         == Form(32, 4, 3, by_descriptor=True)
     )
+    assert form((9, 0), 128, 128, 32, torch.bfloat16, "fp8") == Form(32, 8, 2)
+    assert form((9, 0), 16, 128, 32, torch.bfloat16, "fp8") == Form(64, 8, 3)
     device = torch.device("cuda")
     for capability, most in (((8, 0), 64), ((9, 0), 128)):
         with mock.patch.object(module, "capability", return_value=capability):

@@ -9,6 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from batchrun.kernels import gpu
+from batchrun.models.kv_cache import KVCache
 from tests.kernels.aot import ARCHS, launched, problems
 
 VECTORS = ("LDG.E.128", "STG.E.128")
@@ -54,3 +55,14 @@ def test_rope_kv_write(arch: int, q_heads: int, kv_heads: int, dim: int, normed:
         lambda: gpu.rope_kv_write(qkv, cos_sin, each, each, memory[:, :, 0], memory[:, :, 1], **norms), arch=arch
     )
     assert problems(result, instruction=VECTORS, min_warps_per_sm=32) == []
+
+
+@pytest.mark.parametrize(("kept", "stored"), [(torch.float8_e4m3fn, 64), (torch.int8, 64), (torch.uint8, 64)], ids=str)
+def test_rope_kv_write_in_fewer_bits(arch: int, kept: torch.dtype, stored: int) -> None:
+    cache = KVCache.zeros(50, 8, 32, 128, kept, torch.device("meta"))
+    each = torch.empty(9, dtype=torch.int64, device="meta")
+    qkv, cos_sin = empty(9, 48 * 128), empty(4096, 128, dtype=torch.float32)
+    (result,) = launched(
+        lambda: gpu.rope_kv_write(qkv, cos_sin, each, each, cache.keys, cache.values, kv_scales=cache.scales), arch=arch
+    )
+    assert problems(result, instruction=(*VECTORS, f"STG.E.{stored}"), min_warps_per_sm=32) == []

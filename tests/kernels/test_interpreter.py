@@ -42,6 +42,26 @@ FAULTS = {
         "test_integers_of_one_group",
     ),
     "one scale for all blocks": ("eight_bits.py", " + start // BLOCK)", ")", "quantized", "test_fp8"),
+    "halves of a key the other way round": (
+        *("kv_numbers.py", "words & 15) - zero, _raised(words >> 4)", "words >> 4) - zero, _raised(words & 15)"),
+        *("attention", "fewer_bits and int4"),
+    ),
+    "a forgotten zero": ("kv_numbers.py", "& 15)[:, None]", "& 0)[:, None]", "attention", "fewer_bits and int4"),
+    "values without their scales": (
+        *("attention.py", "weight *= v_scale[None, :]", "weight *= 1.0", "attention", "fewer_bits and int8"),
+    ),
+    "scales of another head": (
+        *("attention.py", "tl.load(k_scales + first + place)", "tl.load(k_scales + first - of_head + place)"),
+        *("attention", "fewer_bits and fp8"),
+    ),
+    "scales kept for another head": (
+        *("kv_numbers.py", "head * (stride // 4)", "(head ^ 1) * (stride // 4)", "elementwise", "fewer_bits and int8"),
+    ),
+    "halves away from zero": ("kv_numbers.py", "(size >> 20 & 1)", "1", "elementwise", "fewer_bits and float8"),
+    "what no line sees weighs": (
+        *("attention.py", "weight = tl.where(seen, weight, 0.0)\n        acc", "pass\n        acc"),
+        *("attention", "bad_vector and values and int8"),
+    ),
     "one block alone": ("filters.py", "while (size > BLOCK)", "while (size < 0)", "filters", "workspace"),
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy as np
@@ -11,10 +11,11 @@ import torch
 from batchrun.bench.gpu.budget import FAILED, Line
 from batchrun.bench.gpu.random_model import llama, random_engine
 from batchrun.engine.engine import Engine
+from batchrun.job import KVCacheDType
 from batchrun.ops import torch_ops
 from batchrun.sampling import SamplingParams
 
-NAME = "answers of a small model"
+NAMES: Mapping[KVCacheDType, str] = {"auto": "answers of a small model", "fp8": "answers of a small model, FP8 KV"}
 
 _MODEL = llama(512, 1024, 4, 8, 2, vocab_size=4096, max_position_embeddings=1024)
 _ROWS, _LONGEST, _OUTPUT = 48, 300, 24
@@ -28,9 +29,10 @@ _KINDS = (
 )
 
 
-def compare_answers(device: torch.device, seed: int) -> Iterator[Line]:
+def compare_answers(device: torch.device, seed: int, kept: KVCacheDType) -> Iterator[Line]:
     """Rows with all that sampling can do, some of whose beginnings are shared, with the kernels and without."""
     options = {"max_num_seqs": 32, "max_num_batched_tokens": 1024, "kv_cache_memory": "256MiB", "max_model_len": 512}
+    options["kv_cache_dtype"] = kept
     engine = random_engine(_MODEL, seed, dtype="float32", device=device.type, **options)
     try:
         own = _answers(engine, seed)
@@ -43,7 +45,7 @@ def compare_answers(device: torch.device, seed: int) -> Iterator[Line]:
         engine.close()
     equal, repeated = (sum(a == b for a, b in zip(own, other, strict=True)) for other in (plain, again))
     figures = {"rows": len(own), "like torch's": equal, "like the run before": repeated}
-    yield Line(NAME, "passed" if min(equal, repeated) >= _EQUAL * len(own) else FAILED, figures)
+    yield Line(NAMES[kept], "passed" if min(equal, repeated) >= _EQUAL * len(own) else FAILED, figures)
 
 
 def _answers(engine: Engine, seed: int) -> list[tuple[int, ...]]:

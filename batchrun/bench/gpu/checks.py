@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -16,13 +16,16 @@ from torch import Tensor
 
 from batchrun.bench.gpu.budget import FAILED, Line, Unit
 from batchrun.bench.gpu.inputs import LLAMA_8B, WEIGHTS, Call, Heads, Inputs, Row
-from batchrun.bench.gpu.references import REFERENCES, draw_error, linear_products
+from batchrun.bench.gpu.references import REFERENCES, draw_error, linear_products, vectors
+from batchrun.job import KVCacheDType
 
 # Of an error relative to the size of the numbers. Elementwise a result is rounded once or twice; attention also rounds
 # probabilities, and its products of float32 are three of TensorFloat-32.
 _ELEMENTWISE = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9, torch.float32: 1e-5}
 _ATTENTION = {torch.bfloat16: 3 * 2.0**-7, torch.float16: 3 * 2.0**-10, torch.float32: 1e-4}
 _LINEAR = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-8}
+# Half a step of a number that is kept in fewer bits, of vectors of normal numbers, beside bfloat16's rounding.
+_KEPT: Mapping[KVCacheDType, float] = {"fp8": 2.0**-4 + 2.0**-6, "int8": 2.0**-5 + 2.0**-6, "int4": 0.4}
 _LOGPROB = 1e-4  # absolute, of float32 sums over a vocabulary
 _SCORE = 2e-3  # of logit plus noise
 _PADDING_BLOCK = 0
@@ -89,10 +92,11 @@ def error_of(call: Call, outputs: Sequence[Tensor]) -> float:
         assert call.original is not None
         return min(_relative(outputs[0], product) for product in linear_products(x, call.original, bias))
     expected = REFERENCES[call.operation](*call.arguments, **call.options)
+    if call.operation == "rope_kv_write":  # what padding leaves behind nobody reads
+        outputs = (outputs[0], *vectors(*outputs[1:]))
+        outputs, expected = ((q, *(each[_PADDING_BLOCK + 1 :] for each in kv)) for q, *kv in (outputs, expected))
     if [each.shape for each in outputs] != [each.shape for each in expected]:
         return math.inf
-    if call.operation == "rope_kv_write":  # what padding leaves behind nobody reads
-        outputs, expected = ((each[0], each[1][_PADDING_BLOCK + 1 :]) for each in (outputs, expected))
     if call.operation == "token_logprobs":
         return max(map(_absolute, outputs, expected))
     return max(map(_relative, outputs, expected))
@@ -124,7 +128,7 @@ def all_checks(scale: Scale) -> list[Check]:
     for dtype in DTYPES:
         made = [*_elementwise(scale, dtype), *_attention(scale, dtype)]
         (first if dtype is torch.bfloat16 else other).extend(made)
-    return [*first, *_logits(scale), *_linear(scale), *_attention_forms(scale), *other]
+    return [*first, *_logits(scale), *_linear(scale), *_attention_forms(scale), *_quantized_kv(scale), *other]
 
 
 def _elementwise(scale: Scale, dtype: torch.dtype) -> Iterator[Check]:
@@ -190,6 +194,30 @@ def _attention_forms(scale: Scale) -> Iterator[Check]:
         yield check(f"heads {heads.query}/{heads.kv} of {heads.dim}", mixed, heads)
     for block_size in (16, 64, 128):
         yield check(f"blocks of {block_size}", mixed, block_size=block_size)
+
+
+def _quantized_kv(scale: Scale) -> Iterator[Check]:
+    """Keys and values in fewer bits: what is written, and attention to what is held; all that it does for one kind."""
+    decode = scale.rows(*((1, length) for length in (16, 500, 512, 513, 1000, 2049, 4097)))
+    mixed = scale.rows((1, 3000), (300, 1000), (64, 4000), (8, 513), (1, 16), (129, 129))
+    beginning = [Row(1, 64 + scale(length)) for length in (1000, 1000, 17, 2000, 300)]
+
+    def check(kept: KVCacheDType, name: str, rows: list[Row], dtype: torch.dtype, **options: Any) -> Check:
+        make = partial(Inputs.attention, rows=rows, dtype=dtype, kept=kept, **({"heads": LLAMA_8B} | options))
+        # Where operations make vectors of what is kept, they round these once more.
+        return Check(f"attention, {kept} KV, {name}, {_name(dtype)}", make, 1.5 * _ATTENTION[dtype])
+
+    for kept, tolerance in _KEPT.items():
+        rope = partial(Inputs.rope_kv_write, tokens=scale(1000) + 5, heads=LLAMA_8B, norms=False, padding=True)
+        yield Check(f"rope_kv_write, {kept} KV", partial(rope, dtype=torch.bfloat16, kept=kept), tolerance)
+        for name, rows in (("decode", decode), ("mixed", mixed)):
+            yield check(kept, name, rows, torch.bfloat16)
+        yield check(kept, "heads of 64, blocks of 16", mixed, torch.bfloat16, heads=Heads(28, 4, 64), block_size=16)
+    yield check("fp8", "a shared beginning", beginning, torch.bfloat16, block_size=16, shared=4)
+    yield check("fp8", "window and softcap", mixed, torch.bfloat16, window=scale(300), softcap=50.0)
+    yield check("fp8", "heads of 256", mixed, torch.bfloat16, heads=Heads(8, 4, 256))
+    for dtype in (torch.float16, torch.float32):
+        yield check("fp8", "mixed", mixed, dtype)
 
 
 def _logits(scale: Scale) -> Iterator[Check]:

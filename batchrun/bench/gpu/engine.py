@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from batchrun.bench.gpu.answers import NAME, compare_answers
+from batchrun.bench.gpu.answers import NAMES, compare_answers
 from batchrun.bench.gpu.budget import Clock, Line, Unit
 from batchrun.bench.gpu.floors import Ceilings
 from batchrun.bench.gpu.random_model import SHAPES, Config, random_engine
 from batchrun.bench.gpu.steps import Profiler, profile_gpu, profile_steps
 from batchrun.bench.gpu.timing import EventTimer, measure_ceilings
 from batchrun.engine.engine import Engine
+from batchrun.job import KVCacheDType
 from batchrun.sampling import SamplingParams
 
 _LEAST = 4.0  # seconds with less than which nothing is begun
@@ -82,7 +83,7 @@ class Ends:
     def units(self) -> list[Unit]:
         """A small model's answers; what the engine does with each shape, then the peer's first load; its others."""
         setting = self._setting
-        first = [Unit(NAME, lambda _: compare_answers(setting.device, setting.seed), 1.0, _LEAST, _LONGEST)]
+        first = [Unit(name, partial(self._answers, kept), 1.0, _LEAST, _LONGEST) for kept, name in NAMES.items()]
         last: list[Unit] = []
         for index, shape in enumerate(setting.shapes):
             weight = 3.0 if index == 0 else 2.0
@@ -95,6 +96,9 @@ class Ends:
                 unit = Unit(f"{shape} shape, {load.name}, transformers", run, 1.0, _LEAST, _LONGEST)
                 (first if load is setting.loads[0] else last).append(unit)
         return [*first, *last]
+
+    def _answers(self, kept: KVCacheDType, _: float) -> Iterator[Line]:
+        return compare_answers(self._setting.device, self._setting.seed, kept)
 
     def _measure(self, shape: str, load: Load, seconds: float) -> Iterator[Line]:
         engine, clock = self._engine(shape), self._setting.clock

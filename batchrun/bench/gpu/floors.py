@@ -66,9 +66,10 @@ def silu_mul(tokens: int, width: int) -> Work:
     return Work(3 * tokens * width * _BYTES)
 
 
-def rope_kv_write(tokens: int, query_heads: int, kv_heads: int, dim: int) -> Work:
+def rope_kv_write(tokens: int, query_heads: int, kv_heads: int, dim: int, *, kv_bytes: float = _BYTES) -> Work:
     """All of q, k and v read and written; the table of angles stays in the cache."""
-    return Work(2 * tokens * (query_heads + 2 * kv_heads) * dim * _BYTES)
+    read = query_heads + 2 * kv_heads
+    return Work(tokens * dim * ((read + query_heads) * _BYTES + 2 * kv_heads * kv_bytes))
 
 
 def one_pass(rows: int, vocabulary: int) -> Work:

@@ -13,9 +13,13 @@ import torch
 from torch import Tensor
 
 from batchrun.engine.transfer import Transfer
+from batchrun.job import KVCacheDType
 from batchrun.models.config import RopeConfig
+from batchrun.models.kv_cache import DTYPES as KV_DTYPES
+from batchrun.models.kv_cache import KVCache, is_quantized
 from batchrun.models.rope import rope_table
 from batchrun.ops.attention_batch import AttentionBatch
+from batchrun.ops.kv_numbers import quantize
 from batchrun.weights.formats import Fp8, Int4, Int8, Weight
 
 _STALE = 30.0  # how much larger than the others are numbers in the cache that no query may see
@@ -138,15 +142,23 @@ class Inputs:
     # ---- RoPE and attention
 
     def memory(self, n_blocks: int, heads: Heads, block_size: int, dtype: torch.dtype) -> Tensor:
-        """KV of a layer, keys and values of a head and block side by side: unbind(2) makes the two caches of it."""
+        """Keys and values of a layer, those of a head and block side by side (see `cache_of`)."""
         return self.normal(n_blocks, heads.kv, 2, block_size, heads.dim, dtype=dtype)
 
     def rope_kv_write(
-        self, tokens: int, heads: Heads, dtype: torch.dtype, *, block_size: int = 32, norms: bool, padding: bool
+        self,
+        tokens: int,
+        heads: Heads,
+        dtype: torch.dtype,
+        *,
+        block_size: int = 32,
+        norms: bool,
+        padding: bool,
+        kept: KVCacheDType = "auto",
     ) -> Call:
         """``norms``: with the weights of queries' and keys' own norms; ``padding``: the last tokens go to block 0."""
         n_blocks = -(-tokens // block_size) + 2
-        memory = self.memory(n_blocks, heads, block_size, dtype)
+        cache = cache_of(self.memory(n_blocks, heads, block_size, dtype), kept)
         slots = block_size + self.order((n_blocks - 1) * block_size)[:tokens]
         if padding:
             slots[-_TAIL:] = 0
@@ -159,9 +171,11 @@ class Inputs:
             rope_table(RopeConfig(500_000.0), heads.dim, longest).to(self.device),
             self.integers(longest, tokens),
             slots,
-            *memory.unbind(2),
+            cache.keys,
+            cache.values,
         )
-        return Call("rope_kv_write", arguments, options, (memory,))
+        options["kv_scales"] = cache.scales
+        return Call("rope_kv_write", arguments, options, (cache.keys, cache.values, *(cache.scales or ())))
 
     def attention(
         self,
@@ -173,6 +187,7 @@ class Inputs:
         shared: int = 0,
         window: int | None = None,
         softcap: float | None = None,
+        kept: KVCacheDType = "auto",
     ) -> Call:
         """``shared``: whole blocks at the beginning that all rows have in common."""
         table, n_blocks = self._block_table(rows, block_size, shared)
@@ -192,8 +207,9 @@ class Inputs:
         }
         batch = self._batch(cu_q, kv_len, table, **shape)
         queries = 2 * self.normal(int(cu_q[-1]), heads.query, heads.dim, dtype=dtype)
-        options = {"scale": heads.dim**-0.5, "window": window, "softcap": softcap}
-        return Call("attention", (queries, *memory.unbind(2), batch), options)
+        cache = cache_of(memory, kept)
+        options = {"scale": heads.dim**-0.5, "window": window, "softcap": softcap, "kv_scales": cache.scales}
+        return Call("attention", (queries, cache.keys, cache.values, batch), options)
 
     def _block_table(self, rows: Sequence[Row], block_size: int, shared: int) -> tuple[np.ndarray, int]:
         """Block ids [B, P] int32 in no order, filled up with zeros, and how many blocks there have to be."""
@@ -251,6 +267,19 @@ class Inputs:
         """Logits on a coarse grid: there are equals, and no two others that one float32 could stand for."""
         logits = (self.logits(rows, vocabulary) * 16).round() / 16
         return Call("token_logprobs", (logits, self.integers(vocabulary, rows), count))
+
+
+def cache_of(vectors: Tensor, kept: KVCacheDType) -> KVCache:
+    """Keys and values [n_blocks, HKV, 2, block_size, D] as they are kept."""
+    n_blocks, kv_heads, _, block_size, dim = vectors.shape
+    if not is_quantized(kept):
+        return KVCache(vectors[:, :, 0], vectors[:, :, 1])
+    cache = KVCache.zeros(n_blocks, kv_heads, block_size, dim, KV_DTYPES[kept], vectors.device)
+    for x, numbers, scales in zip(vectors.unbind(2), (cache.keys, cache.values), cache.scales or (), strict=True):
+        codes, found = quantize(x, numbers.dtype)
+        numbers.copy_(codes)
+        scales.copy_(found)
+    return cache
 
 
 WEIGHTS: Mapping[str, Callable[[Inputs, int, int, torch.dtype], Weight]] = {

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from batchrun.ops.attention_batch import AttentionBatch
+from batchrun.ops.kv_numbers import dequantize
 from batchrun.ops.noise import uniform
 from batchrun.weights.formats import Weight
 from batchrun.weights.quantize import LARGEST_INT8
@@ -52,11 +53,13 @@ def rope_kv_write(
     k_cache: Tensor,
     v_cache: Tensor,
     *,
+    kv_scales: tuple[Tensor, Tensor] | None = None,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    kv_heads, block_size, dim = k_cache.shape[1:]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, and the vectors of both caches, whatever they are kept as."""
+    kv_heads, block_size, dim = k_cache.shape[1], k_cache.shape[2], cos_sin.shape[1]
     states = qkv.double().view(len(qkv), -1, dim)
     q, k, v = states.split([states.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
     if q_norm is not None and k_norm is not None:
@@ -67,10 +70,18 @@ def rope_kv_write(
         pairs = torch.complex(*x.chunk(2, dim=-1)) * torch.complex(cos, sin)
         return torch.cat((pairs.real, pairs.imag), dim=-1)
 
-    memory = torch.stack((k_cache, v_cache), dim=2).double()
-    memory[slots // block_size, :, 0, slots % block_size] = turned(k)
-    memory[slots // block_size, :, 1, slots % block_size] = v
-    return turned(q), memory
+    keys, values = vectors(k_cache, v_cache, *(kv_scales or ()))
+    keys[slots // block_size, :, slots % block_size] = turned(k)
+    values[slots // block_size, :, slots % block_size] = v
+    return turned(q), keys, values
+
+
+def vectors(k_cache: Tensor, v_cache: Tensor, *scales: Tensor) -> tuple[Tensor, Tensor]:
+    """What caches hold, float64 [n_blocks, HKV, block_size, D]; ``scales``: of both, where they have some."""
+    if not scales:
+        return k_cache.double(), v_cache.double()
+    k, v = (dequantize(*each).double() for each in zip((k_cache, v_cache), scales, strict=True))
+    return k, v
 
 
 def attention(
@@ -80,6 +91,7 @@ def attention(
     batch: AttentionBatch,
     *,
     scale: float,
+    kv_scales: tuple[Tensor, Tensor] | None = None,
     window: int | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor]:
@@ -89,7 +101,8 @@ def attention(
     for begin, end, length, blocks in zip(ends, ends[1:], batch.kv_len.tolist(), batch.block_table, strict=False):
         held = blocks[: -(-length // k_cache.shape[2])].long()
         # [HKV, length, D]
-        k, v = (cache[held].transpose(0, 1).flatten(1, 2)[:, :length].double() for cache in (k_cache, v_cache))
+        parts = (each[held] for each in (k_cache, v_cache, *(kv_scales or ())))
+        k, v = (each.transpose(0, 1).flatten(1, 2)[:, :length] for each in vectors(*parts))
         queries = q[begin:end].double().transpose(0, 1).unflatten(0, (-1, group)).flatten(1, 2)  # [HKV, group * n, D]
         scores = queries @ k.transpose(1, 2) * scale
         if softcap is not None:

@@ -19,6 +19,8 @@ from batchrun.bench.gpu.checks import load_kernels
 from batchrun.bench.gpu.floors import Ceilings, Work
 from batchrun.bench.gpu.inputs import LLAMA_8B, Call, Heads, Inputs, Row
 from batchrun.bench.gpu.timing import EventTimer, Timer, measure_ceilings
+from batchrun.engine.memory import kv_bytes_per_token
+from batchrun.job import KVCacheDType
 
 _HIDDEN, _INTERMEDIATE, _VOCABULARY = 4096, 14336, 128_256
 _DTYPE = torch.bfloat16
@@ -55,14 +57,14 @@ class Target:
 
 @dataclass(frozen=True)
 class Entry:
-    """A line of the table. ``make`` gives the call to be timed, None where there is no kernel for it yet.
+    """A line of the table. ``make`` gives the call to be timed.
 
     ``against`` are torch's own ways to the same, each made of the call. ``ops`` has the operation; None: the kernels.
     """
 
     name: str
     work: Work
-    make: Callable[[Inputs], Call] | None = None
+    make: Callable[[Inputs], Call]
     targets: Sequence[Target] = ()
     against: Mapping[str, Callable[[Call], Callable[[], object]]] = field(default_factory=dict)
     ops: ModuleType | None = None
@@ -99,14 +101,10 @@ class Table:
 
     def _measure(self, entry: Entry, _: float) -> Iterator[Line]:
         floor = entry.work.seconds(self.ceilings)
-        figures: dict[str, Any] = {"floor us": floor * 1e6}
-        call = entry.make(Inputs(self._ops, self._device, self._seed)) if entry.make else None
+        call = entry.make(Inputs(self._ops, self._device, self._seed))
         ops = entry.ops or self._ops
-        if call is None:
-            yield Line(entry.name, "no kernel", figures)
-            return
         seconds = self._seconds[entry.name] = self._timer(partial(call, ops))
-        figures = {"us": seconds * 1e6, **figures, "share": floor / seconds}
+        figures: dict[str, Any] = {"us": seconds * 1e6, "floor us": floor * 1e6, "share": floor / seconds}
         if entry.work.flops / self.ceilings.flops == floor:
             figures["TFLOP/s"] = entry.work.flops / seconds / 1e12
         others = self._others(entry, call)
@@ -155,6 +153,12 @@ def entries(shrink: int = 1) -> list[Entry]:
             "RoPE + KV write T8192",
             floors.rope_kv_write(tokens, *heads),
             lambda make: make.rope_kv_write(tokens, heads, _DTYPE, norms=False, padding=False),
+            [Target("share", 0.8)],
+        ),
+        Entry(
+            "RoPE + KV write T8192, FP8 KV",
+            floors.rope_kv_write(tokens, *heads, kv_bytes=_kv_bytes("fp8")),
+            lambda make: make.rope_kv_write(tokens, heads, _DTYPE, norms=False, padding=False, kept="fp8"),
             [Target("share", 0.8)],
         ),
         Entry(
@@ -214,7 +218,23 @@ def _attention_entries(small: Callable[[int], int]) -> Iterator[Entry]:
         partial(Inputs.attention, rows=suffixed, heads=LLAMA_8B, dtype=_DTYPE, shared=prefix, block_size=block),
         [Target("share", 0.6)],
     )
-    yield Entry("decode B256 1k, FP8 KV", floors.attention(rows(256, 1, 1024), *LLAMA_8B, kv_bytes=1))
+
+    def kept_entry(name: str, rows: list[Row], kept: KVCacheDType, *targets: Target) -> Entry:
+        work = floors.attention(rows, *LLAMA_8B, kv_bytes=_kv_bytes(kept))
+        make = partial(Inputs.attention, rows=rows, heads=LLAMA_8B, dtype=_DTYPE, kept=kept)
+        return Entry(f"{name}, {kept.upper()} KV", work, make, targets)
+
+    faster = Target("x", 1 / 1.5, "decode B256 1k")
+    for kept in ("fp8", "int8", "int4"):
+        yield kept_entry("decode B256 1k", rows(256, 1, 1024), kept, faster)
+    yield kept_entry("decode B64 4k", rows(64, 1, 4096), "fp8")
+    yield kept_entry("chunk 2048 at 8k context, B1", [Row(small(2048), small(8192))], "fp8")
+
+
+def _kv_bytes(kept: KVCacheDType) -> float:
+    """Of an element of a key or value, its share of their scale included."""
+    heads = {"num_hidden_layers": 1, "num_key_value_heads": 1, "head_dim": LLAMA_8B.dim}
+    return kv_bytes_per_token(heads, "bfloat16", kept) / (2 * LLAMA_8B.dim)
 
 
 def _linear_entries(small: Callable[[int], int]) -> Iterator[Entry]:

@@ -65,6 +65,9 @@ def stressed(scale: Scale) -> dict[str, Callable[[Inputs], Call]]:
             attention, rows=[Row(1, 32 * beginning + scale(length)) for length in lengths], shared=beginning
         ),
         "attention, mixed": partial(attention, rows=scale.rows((2048, 2048), (512, 4096), (1, 3000), (16, 500))),
+        "attention, mixed, FP8 KV": partial(
+            attention, rows=scale.rows((512, 4096), (1, 3000), (1, 33_000), (16, 500)), kept="fp8"
+        ),
         "draw, filtered": lambda make: make.draw(scale(128), vocabulary, filtered=True),
         "draw": lambda make: make.draw(scale(128), vocabulary, filtered=False),
         "token_logprobs": lambda make: make.token_logprobs(scale(64), vocabulary, 20),

@@ -16,9 +16,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from batchrun.job import KVCacheDType
 from batchrun.kernels.gpu import attention_plan
 from batchrun.kernels.gpu.attention_plan import padded, plan
+from batchrun.models.kv_cache import DTYPES, KVCache
+from batchrun.ops import kv_numbers
 
 module = importlib.import_module("batchrun.kernels.gpu.attention")  # the package gives its function that name
 form = module.form
@@ -36,6 +40,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     reproducible: bool = False
     scale: float = 0.3
+    kept: KVCacheDType = "auto"
 
 
 class Setup:
@@ -52,8 +57,15 @@ class Setup:
         blocks = -(-self.kv_len // size)
         free = iter((torch.randperm(int(blocks.sum()) + 2, generator=random) + 1).tolist())
         self.table = np.zeros((len(case.rows), int(blocks.max(initial=1))), np.int32)
-        memory = torch.full((int(blocks.sum()) + 3, n_kv_heads, 2, size, case.head_dim), torch.nan, dtype=case.dtype)
-        self.k_cache, self.v_cache = memory[:, :, 0], memory[:, :, 1]
+        shape = (int(blocks.sum()) + 3, n_kv_heads, size, case.head_dim)
+        self.cache = KVCache.zeros(*shape, DTYPES.get(case.kept, case.dtype), torch.device("cpu"))
+        caches = tuple(zip((self.cache.keys, self.cache.values), self.cache.scales or (None, None), strict=True))
+        for numbers, scales in caches:
+            if scales is None:
+                numbers.fill_(torch.nan)
+            else:
+                numbers.view(torch.uint8).random_(0, 256, generator=random)
+                scales.fill_(torch.nan)
         self.dense: list[Tensor] = []
         common = torch.randn(2, case.shared, n_kv_heads, case.head_dim, generator=random)
         for row, (tokens, earlier) in enumerate(case.rows):
@@ -64,11 +76,12 @@ class Setup:
                 self.table[row, :keep] = self.table[0, :keep]
             keys = torch.randn(2, tokens + earlier, n_kv_heads, case.head_dim, generator=random)
             keys[:, : case.shared] = common
-            keys = keys.to(case.dtype)
-            self.dense.append(keys)
-            for key in range(first, tokens + earlier):
-                block = self.table[row, key // size]
-                self.k_cache[block, :, key % size], self.v_cache[block, :, key % size] = keys[0, key], keys[1, key]
+            places = torch.arange(first, tokens + earlier)
+            held = torch.from_numpy(self.table[row])[places // size].long()
+            for (numbers, scales), written in zip(caches, keys.to(case.dtype), strict=True):
+                kv_numbers.write(written[first:], numbers, scales, held, places % size)
+            kept = [kv_numbers.read(*each, held, slice(None), places % size) for each in caches]
+            self.dense.append(functional.pad(torch.stack(kept).double(), (0, 0, 0, 0, first, 0)))
         self.q = torch.randn(int(self.cu_q[-1]), n_heads, case.head_dim, generator=random).to(case.dtype)
 
     def run(self, **sizes: int) -> Tensor:
@@ -92,15 +105,15 @@ class Setup:
             **arrays, few_tile=made.few_tile, many_tile=made.many_tile, n_partials=made.n_partials
         )
         batch = SimpleNamespace(block_table=torch.from_numpy(self.table), plan=self.plan)
-        return module.attention(
-            self.q, self.k_cache, self.v_cache, batch, scale=case.scale, window=case.window, softcap=case.softcap
-        )
+        options = {"scale": case.scale, "window": case.window, "softcap": case.softcap}
+        cache = self.cache
+        return module.attention(self.q, cache.keys, cache.values, batch, kv_scales=cache.scales, **options)
 
     def expected(self) -> Tensor:
         case, parts = self.case, []
         for row, (tokens, earlier) in enumerate(case.rows):
             q = self.q[self.cu_q[row] : self.cu_q[row + 1]].double()
-            k, v = self.dense[row].double().repeat_interleave(case.heads[0] // case.heads[1], dim=2)
+            k, v = self.dense[row].repeat_interleave(case.heads[0] // case.heads[1], dim=2)
             scores = torch.einsum("qhd,khd->hqk", q, k) * case.scale
             if case.softcap is not None:
                 scores = case.softcap * torch.tanh(scores / case.softcap)
@@ -120,7 +133,7 @@ both_forms = pytest.mark.parametrize(
 
 def form_of_halves(*key: Any) -> Any:
     """The form for bfloat16, which float32 takes here: only its numbers are exact under the interpreter."""
-    return form(*key[:-1], torch.bfloat16)
+    return form(*key[:4], torch.bfloat16, *key[5:])
 
 
 @pytest.fixture(autouse=True)
@@ -228,10 +241,61 @@ def test_a_bad_row_shows_and_stays_alone(capability: None) -> None:
     setup = Setup(Case([(1, 70), (1, 200), (40, 30)], (2, 1)))
     good = setup.run()
     for row, key in ((1, 3), (2, 20)):
-        setup.k_cache[setup.table[row, key // 16], :, key % 16] = torch.nan
+        setup.cache.keys[setup.table[row, key // 16], :, key % 16] = torch.nan
     bad = setup.run()
     assert torch.equal(bad[:1], good[:1])
     assert bad[1:].isnan().all()
+
+
+QUANTIZED = {
+    "one token": Case([(1, n - 1) for n in (1, 15, 64, 65, 129, 200)], (4, 1)),
+    "one token, 64": Case([(1, 70), (1, 130)], (4, 2), 64, 32),
+    "128": Case([(1, 70), (20, 45)], (8, 2), 128, 32, scale=0.1),
+    "half empty": Case([(1, 70), (20, 45)], (4, 2), 20, 2),
+    "80, in blocks of 24": Case([(6, 100), (30, 50)], (3, 1), 80, 24, scale=0.1),
+    "window and cap": Case([(1, 0), (1, 200), (3, 130), (40, 90), (70, 0)], (2, 1), window=50, softcap=3.0),
+    "a shared beginning": Case([(1, 64 + n) for n in (1, 5, 64)], (40, 1), shared=64),
+    "reproducible": Case([(1, 150), (33, 100)], (4, 2), reproducible=True),
+    "float16": Case([(1, 70), (20, 45)], (4, 1), 64, dtype=torch.float16, scale=0.1),
+    "bfloat16": Case([(1, 70), (20, 45)], (4, 1), 64, dtype=torch.bfloat16, scale=0.1),
+}
+
+
+@pytest.mark.parametrize("case", QUANTIZED)
+@pytest.mark.parametrize("kept", ["fp8", "int8", "int4"])
+def test_fewer_bits(case: str, kept: KVCacheDType) -> None:
+    check(replace(QUANTIZED[case], kept=kept), few=1, many=1, merges=1, merged=1, partials=1)
+
+
+@pytest.mark.parametrize("kept", ["fp8", "int8", "int4"])
+@pytest.mark.parametrize("capability", [DESCRIPTORS], ids=["9.0"], indirect=True)
+def test_fewer_bits_on_devices_with_descriptors(kept: KVCacheDType, capability: None) -> None:
+    check(Case([(1, 150), (70, 70)], (4, 2), 32, kept=kept))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_bfloat16_cache_of_another_models_dtype(dtype: torch.dtype) -> None:
+    check(Case([(1, 150), (20, 70)], (4, 2), 32, dtype=dtype, kept="bf16"))
+
+
+@pytest.mark.parametrize("kept", ["fp8", "int8", "int4"])
+@pytest.mark.parametrize("part", [0, 1], ids=["keys", "values"])
+def test_a_bad_vector_reaches_the_tokens_that_see_it_alone(kept: KVCacheDType, part: int) -> None:
+    setup = Setup(Case([(1, 70), (90, 0)], (2, 1), kept=kept))
+    good = setup.run()
+    assert setup.cache.scales is not None
+    for key, bad in ((40, torch.nan), (60, torch.inf)):
+        scales = setup.cache.scales[part]
+        block = setup.table[1, key // 16]
+        before = scales[block, :, key % 16].clone()
+        scales[block, :, key % 16] = bad
+        if bad == torch.inf:  # as of a vector with infinity, whose numbers are 0
+            numbers = (setup.cache.keys, setup.cache.values)[part].view(torch.uint8)
+            numbers[block, :, key % 16] = 0
+        found = setup.run()
+        assert torch.equal(found[: 1 + key], good[: 1 + key])
+        assert found[1 + key :].isnan().all()
+        scales[block, :, key % 16] = before
 
 
 def test_refuses_a_scale_that_is_not_positive() -> None:

@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from batchrun.kernels import gpu
-from batchrun.ops import torch_ops
+from batchrun.models.kv_cache import KVCache
+from batchrun.ops import kv_numbers, torch_ops
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ULP = {torch.float32: 2**-22, torch.bfloat16: 2**-7, torch.float16: 2**-10}  # one step of a number's last place
@@ -138,3 +139,72 @@ def test_rope_kv_write_into_a_cache_of_another_dtype() -> None:
     near(q, torch_ops.rope_kv_write(qkv, cos_sin, positions, slots, k_expected, v_expected), 4)
     near(k_cache, k_expected.double(), 2)
     assert torch.equal(v_cache, v_expected)
+
+
+@pytest.mark.parametrize("kept", [torch.float8_e4m3fn, torch.int8, torch.uint8], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("kv_heads", "dim", "block_size"), [(8, 128, 32), (3, 64, 16), (1, 80, 18), (2, 20, 2)])
+def test_fewer_bits_are_those_of_the_twin(
+    kept: torch.dtype, dtype: torch.dtype, kv_heads: int, dim: int, block_size: int
+) -> None:
+    """To the bit, of the keys and values that a plain cache would hold: halves between two numbers, too."""
+    torch.manual_seed(dim)
+    largest, heads = kv_numbers.LARGEST[kept], 2 + 2 * kv_heads
+    qkv = torch.randn(8, heads, dim)
+    halves = torch.randint(0, int(2 * largest), (heads, dim)) / 2
+    qkv[0] = halves if kept == torch.uint8 else halves * torch.randn(heads, dim).sign()
+    qkv[0, :, 0] = largest  # with which the scale is 1, or with the lowest bits of that
+    qkv[0, :, 1] = 0
+    qkv[1], qkv[2], qkv[3], qkv[4] = qkv[1] * 1e-3, qkv[2] + 3, qkv[3] - 3, 0
+    qkv[5, 2:, 7], qkv[6, 2:, 3] = torch.inf, torch.nan
+    qkv = qkv.flatten(1).to(dtype)
+    angles = torch.arange(40)[:, None] * 10_000.0 ** (-torch.arange(0, dim, 2) / dim)
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1)
+    positions, slots = torch.tensor([0, 3, 1, 39, 7, 8, 9, 4]), block_size + torch.randperm(4 * block_size)[:8]
+    slots[7] = 0  # padding
+
+    def written(kept_as: torch.dtype) -> KVCache:
+        cache = KVCache.zeros(5, kv_heads, block_size, dim, kept_as, torch.device("cpu"))
+        for part in (cache.keys, cache.values, *(cache.scales or ())):
+            (part if part.dtype.itemsize > 1 else part.view(torch.uint8)).fill_(7)
+        gpu.rope_kv_write(qkv, cos_sin, positions, slots, cache.keys, cache.values, kv_scales=cache.scales)
+        return cache
+
+    plain, found = written(dtype), written(kept)
+    assert found.scales is not None
+    blocks, offsets = slots // block_size, slots % block_size
+    untouched = torch.ones(5, block_size, dtype=torch.bool)
+    untouched[blocks, offsets] = False
+    for vectors, numbers, scales in zip(
+        (plain.keys, plain.values), (found.keys, found.values), found.scales, strict=True
+    ):
+        codes, expected = kv_numbers.quantize(vectors[blocks, :, offsets], kept)
+        finite = expected.isfinite()
+        assert finite.sum() == 6 * kv_heads
+        assert torch.equal(scales[blocks, :, offsets][finite], expected[finite])
+        assert scales[blocks, :, offsets][~finite].isnan().all()
+        assert torch.equal(numbers.view(torch.uint8)[blocks, :, offsets][finite], codes.view(torch.uint8)[finite])
+        assert (scales.transpose(1, 2)[untouched] == 7).all()
+        assert (numbers.view(torch.uint8).transpose(1, 2)[untouched] == 7).all()
+
+
+def test_caches_that_do_not_fit_are_refused() -> None:
+    qkv, cos_sin = torch.randn(1, 6 * 16), torch.randn(9, 16)
+    at = torch.zeros(1, dtype=torch.int64)
+    cache = KVCache.zeros(2, 2, 4, 16, torch.int8, torch.device("cpu"))
+    assert cache.scales is not None
+    k_scales, v_scales = cache.scales
+    plain, other = torch.zeros(2, 2, 2, 4, 16).unbind(2), torch.zeros(2, 2, 2, 4, 8).unbind(2)
+    for caches, scales, message in (
+        ((cache.keys, cache.values), None, "int8 without scales"),
+        (plain, cache.scales, "float32 with scales"),
+        ((cache.keys, cache.values), (k_scales, v_scales.contiguous()), "scales with strides"),
+        ((cache.keys, cache.values), (k_scales.half(), v_scales), "float16 scales"),
+        ((cache.keys.contiguous(), cache.values), cache.scales, "caches .* with strides"),
+        (other, None, "caches .* with strides"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            gpu.rope_kv_write(qkv, cos_sin, at, at, *caches, kv_scales=scales)
+    odd = KVCache.zeros(2, 2, 4, 18, torch.int8, torch.device("cpu"))
+    with pytest.raises(ValueError, match="heads of 18 elements in int8"):
+        gpu.rope_kv_write(qkv, torch.randn(9, 18), at, at, odd.keys, odd.values, kv_scales=odd.scales)

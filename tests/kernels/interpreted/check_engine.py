@@ -11,7 +11,7 @@ from torch import Tensor
 
 from batchrun.engine.graphs import fill, takes
 from batchrun.engine.request import Request
-from batchrun.job import Quantization
+from batchrun.job import KVCacheDType, Quantization
 from batchrun.kernels.gpu import eight_bits, planes
 from batchrun.ops import fixed_triton_ops, torch_ops, triton_ops
 from batchrun.sampling import SamplingParams
@@ -32,16 +32,27 @@ def requests() -> list[Request]:
     return [request(index, prompts[index], params, stop_ids=[3]) for index, params in enumerate(PARAMS)]
 
 
-def run(path: Path, ops: ModuleType) -> list[Request]:
+def run(path: Path, ops: ModuleType, kept_as: KVCacheDType = "auto") -> list[Request]:
     made = requests()
-    with Driver(load_decoder(path, ops=ops), block_size=16, n_blocks=64, max_num_seqs=4, budget=40) as driver:
+    with Driver(
+        load_decoder(path, ops=ops, kv_cache_dtype=kept_as), block_size=16, n_blocks=64, max_num_seqs=4, budget=40
+    ) as driver:
         driver.run(made)
     return made
 
 
-@pytest.mark.parametrize("ops", [triton_ops, fixed_triton_ops], ids=["triton", "fixed_triton"])
-def test_the_engine_gives_the_tokens_of_the_reference(tiny_model: Path, ops: ModuleType) -> None:
-    for got, wanted in zip(run(tiny_model, ops), run(tiny_model, torch_ops), strict=True):
+@pytest.mark.parametrize(
+    ("ops", "kept_as"),
+    [
+        (triton_ops, "auto"),
+        (triton_ops, "fp8"),
+        (triton_ops, "int8"),
+        (fixed_triton_ops, "auto"),
+        (fixed_triton_ops, "int4"),
+    ],
+)  # but not bf16, to which the interpreter rounds otherwise
+def test_the_engine_gives_the_tokens_of_the_reference(tiny_model: Path, ops: ModuleType, kept_as: KVCacheDType) -> None:
+    for got, wanted in zip(run(tiny_model, ops, kept_as), run(tiny_model, torch_ops, kept_as), strict=True):
         assert got.output_ids == wanted.output_ids
         for ours, theirs in zip(
             got.logprobs + got.prompt_logprobs, wanted.logprobs + wanted.prompt_logprobs, strict=True
