@@ -114,19 +114,16 @@ void score(const Attention& a, const Factor<C>* queries, const Operands<C>& tile
         const C* keys[N];
         std::copy_n(tile.keys + group, N, keys);
         Sums<C> total[R][N] = {};
-        for (int word = 0; word < a.head_dim / P;) {
+        for (int word = 0; word < a.head_dim / P; ++word) {
             ahead.inner();
-#pragma GCC unroll 4
-            for (int i = 0; i < Ahead::EVERY; ++i, ++word) {
-                ivec key[N];
+            ivec key[N];
 #pragma GCC unroll 8
-                for (int n = 0; n < N; ++n) key[n] = load_words(keys[n] + size_t(word) * tile.key_stride * P);
+            for (int n = 0; n < N; ++n) key[n] = load_words(keys[n] + size_t(word) * tile.key_stride * P);
 #pragma GCC unroll 8
-                for (int r = 0; r < R; ++r) {
-                    ivec query = splat_word(queries + r * a.head_dim + word * P);
+            for (int r = 0; r < R; ++r) {
+                ivec query = splat_word(queries + r * a.head_dim + word * P);
 #pragma GCC unroll 8
-                    for (int n = 0; n < N; ++n) total[r][n] = dot<C>(query, key[n], total[r][n]);
-                }
+                for (int n = 0; n < N; ++n) total[r][n] = dot<C>(query, key[n], total[r][n]);
             }
         }
 #pragma GCC unroll 8
@@ -147,7 +144,8 @@ inline void add_columns(const Factor<C>* probabilities, const C* const* values, 
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
         for (int n = 0; n < N; ++n) total[r][n] = load(sums + r * stride + column + n * W);
-    auto add = [&](int word) {
+    for (int word = words.begin; word < words.end; ++word) {
+        ahead.inner();
         const C* row = values[word] + column * P;
         ivec value[N];
 #pragma GCC unroll 8
@@ -158,14 +156,7 @@ inline void add_columns(const Factor<C>* probabilities, const C* const* values, 
 #pragma GCC unroll 8
             for (int n = 0; n < N; ++n) total[r][n] = dot<C>(p, value[n], total[r][n]);
         }
-    };
-    int word = words.begin;
-    while (word + Ahead::EVERY <= words.end) {
-        ahead.inner();
-#pragma GCC unroll 4
-        for (int i = 0; i < Ahead::EVERY; ++i) add(word++);
     }
-    while (word < words.end) add(word++);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
@@ -211,9 +202,11 @@ void add_keys(const Factor<C>* probabilities, const C* const* values, int stride
 }
 
 // Scales one line's scores, gives them their cap and -inf outside of the line's range; returns the largest.
-float scale_scores(const Attention& a, float* scores, float scale, const float* key_scales, Range keys) {
+template <class Ahead>
+float scale_scores(const Attention& a, float* scores, float scale, const float* key_scales, Range keys, Ahead ahead) {
     vec best = splat(-INF);
     for (int i = keys.begin / W * W; i < keys.end; i += W) {
+        ahead.inner();
         vec x = load(scores + i) * scale;
         if (key_scales) x *= load(key_scales + i);
         if (a.softcap != 0) x = a.softcap * tanh(x / a.softcap);
@@ -242,10 +235,10 @@ void soften(const Attention& a, Scratch<C>& s, Partial& state, int line, Ahead a
     constexpr int LANES = round_up(R, W);  // a lane is a line
     alignas(64) float maximum[LANES] = {}, old[LANES] = {}, base[LANES], decay[LANES], total[R];
     for (int r = 0; r < R; ++r) {
-        ahead.inner();
         old[r] = state.maximum[line + r];
         float scale = a.scale * s.query_scales[line + r];
-        maximum[r] = std::max(old[r], scale_scores(a, s.scores + r * TILE, scale, s.key_scales, s.ranges[line + r]));
+        float best = scale_scores(a, s.scores + r * TILE, scale, s.key_scales, s.ranges[line + r], ahead);
+        maximum[r] = std::max(old[r], best);
     }
     for (int i = 0; i < R; i += W) {
         vec most = load(maximum + i), from = most == -INF ? vec{} : most;  // all scores -inf: no NaN, but zeros
@@ -255,8 +248,8 @@ void soften(const Attention& a, Scratch<C>& s, Partial& state, int line, Ahead a
     for (int r = 0; r < R; ++r) {
         Range keys = s.ranges[line + r];
         vec sums{};
-        ahead.inner();
         for (int i = keys.begin / W * W; i < keys.end; i += W) {
+            ahead.inner();
             vec p = exp_as<C>(load(s.scores + r * TILE + i) - base[r]);
             sums += p;
             if (s.value_scales) {
@@ -343,8 +336,8 @@ void attend_all(const Attention& a, Scratch<C>& s, const Operands<C>& tile, Part
 template <class C>
 int inner_steps(const Attention& a, const Tile& tile, int lines) {
     int keys = tile.end - tile.begin, width = vectors_for(lines) * W;
-    int words = (keys + width - 1) / width * a.head_dim + a.padded_dim() / width * keys;
-    return words / (PER_WORD<C> * InnerAhead::EVERY) + 2 * lines + 1;
+    int words = ((keys + width - 1) / width * a.head_dim + a.padded_dim() / width * keys) / PER_WORD<C>;
+    return words + 2 * lines * (keys / W) + 1;
 }
 
 // One visit to a tile of S, while `next` is fetched.

@@ -39,74 +39,85 @@ struct Tile {
 };
 
 // Fetches a tile's memory, a few cache lines at each `advance`, between the arithmetic on the tile before, so that
-// neither waits for the other.
+// neither waits for the other. Its parts take turns: the processor follows several places that are read in order, and
+// reads ahead at each.
 class Prefetch {
     static constexpr int LINE = 64;
-    static constexpr int SECOND_LEVEL = 2;  // of cache: the first has no room for another tile
-    const Part *part, *last;
-    const char* at = nullptr;
-    int row = 0, key_rows, in_row, block_size, left = 0;  // of the row that is fetched: lines that are left
-    int pace;                                             // lines of an advance
+    static constexpr int SECOND_LEVEL = 2;     // of cache: the first has no room for another tile
+    static constexpr int TURN = 2 * LINE;      // bytes
+    static constexpr int64_t WHOLE = 1 << 16;  // units of a turn
 
-    // A part of a whole block is one row of keys, any other has them all; its values are one more, and its scales two.
-    void next_row() {
-        int rows = part->count == block_size ? 1 : key_rows, beyond = row++ - rows;
-        int bytes = part->count * in_row * key_rows;
-        if (beyond < 0) {
-            at = part->keys + size_t(row - 1) * block_size * in_row;
+    // A part, its next row, and what is left of the one that is fetched.
+    struct Place {
+        const Part* part;
+        int row;
+        const char *at, *end;
+    };
+    Place places[TILE];
+    int n_places = 0, turn = 0, key_rows, in_row, block_size;
+    int64_t pace = 0, due = 0;  // of an advance, and what it has to catch up with, in units
+
+    // In the order of use: two rows of scales, if there are any, of keys one where the part is a whole block and all
+    // where not, and one of values. False: there is no row left.
+    bool next_row(Place& place) const {
+        const Part& part = *place.part;
+        int rows = part.count == block_size ? 1 : key_rows, row = place.row++;
+        int bytes = part.count * in_row * key_rows;
+        if (row < 0) {
+            place.at = reinterpret_cast<const char*>(row == -2 ? part.key_scales : part.value_scales);
+            bytes = part.count * int(sizeof(float));
+        } else if (row < rows) {
+            place.at = part.keys + size_t(row) * block_size * in_row;
             bytes /= rows;
-        } else if (beyond == 0) {
-            at = part->values;
+        } else if (row == rows) {
+            place.at = part.values;
         } else {
-            at = reinterpret_cast<const char*>(beyond == 1 ? part->key_scales : part->value_scales);
-            bytes = part->count * int(sizeof(float));
+            return false;
         }
-        left = (bytes + LINE - 1) / LINE;
-        if (beyond < (part->key_scales ? 2 : 0)) return;
-        row = 0;
-        ++part;
+        place.end = place.at + bytes;
+        return true;
     }
 
 public:
-    // `key_rows` of a block, in each of which a key takes `in_row` bytes; in `steps` advances.
+    // `key_rows` of a block, in each of which a key takes `in_row` bytes; in `steps` advances. nullptr: nothing.
     Prefetch(const Tile* tile, int key_rows, int in_row, int block_size, int steps)
-        : part(tile ? tile->parts : nullptr),
-          last(tile ? tile->parts + tile->n_parts : nullptr),
-          key_rows(key_rows),
-          in_row(in_row),
-          block_size(block_size),
-          pace(tile ? (tile->end - tile->begin) * key_rows * in_row * 2 / LINE / steps + 1 : 0) {}
+        : key_rows(key_rows), in_row(in_row), block_size(block_size) {
+        if (!tile) return;
+        bool scaled = tile->parts[0].key_scales;
+        for (; n_places < tile->n_parts; ++n_places) {
+            Place& place = places[n_places];
+            place.part = tile->parts + n_places;
+            place.row = scaled ? -2 : 0;
+            next_row(place);
+        }
+        int64_t token_bytes = 2 * (key_rows * in_row + (scaled ? sizeof(float) : 0));
+        pace = (tile->end - tile->begin) * token_bytes * WHOLE / (int64_t(TURN) * steps);
+        pace += pace / (scaled ? 4 : 8);  // what it takes to have all in time, as measured
+    }
 
     void advance() {
-        for (int due = pace; due > 0;) {
-            if (left == 0) {
-                if (part == last) {
-                    pace = 0;
-                    return;
-                }
-                next_row();
-            }
-            int n = std::min(due, left);
-            const char *from = at, *to = at + n * LINE;
-            for (; from < to; from += LINE) __builtin_prefetch(from, 0, SECOND_LEVEL);
-            at = to;
-            left -= n;
-            due -= n;
+        for (due += pace; due >= WHOLE && n_places > 0; due -= WHOLE) {
+            Place& place = places[turn];
+            for (int i = 0; i < TURN; i += LINE) __builtin_prefetch(place.at + i, 0, SECOND_LEVEL);
+            place.at += TURN;
+            if (place.at < place.end || next_row(place))
+                ++turn;
+            else
+                place = places[--n_places];
+            if (turn >= n_places) turn = 0;
         }
     }
 };
 
-// Advances a prefetch in the inner loops of few lines, which wait for memory: before every few words, of which a head
-// has an even number; more of them at a time leave the memory idle in between.
+// Advances a prefetch in the inner loops of few lines, which wait for memory: all the time, for what is fetched at once
+// leaves the memory idle in between.
 struct InnerAhead {
-    static constexpr int EVERY = 2;
     Prefetch& prefetch;
     void inner() { prefetch.advance(); }
     void outer() {}
 };
 // Advances a prefetch before each of many blocks of lines, whose inner loops are the faster for having nothing else to do.
 struct OuterAhead {
-    static constexpr int EVERY = 1;
     Prefetch& prefetch;
     void inner() {}
     void outer() { prefetch.advance(); }
