@@ -66,7 +66,7 @@ def work_of(checked: Preflight, rows: Sequence[PreparedRow], scale: float, limit
     total, output, n = sum(lengths), sum(outputs), max(1, len(rows))
     n_rows = round(len(rows) * scale)
     own_tokens = max(1.0, (total - hits + output) / n)  # of a sequence, beside what it shares
-    fitting = math.inf if checked.kv_budget is None else checked.kv_budget / checked.kv_bytes_per_token / own_tokens
+    fitting = math.inf if checked.kv_budget is None else checked.kv_budget / checked.pool_bytes_per_token / own_tokens
     concurrent = max(1, int(min(limits.max_num_seqs, n_rows, fitting))) if n_rows else 0
     computed, generated = round((total - hits) * scale), round(output * scale)
     decode_steps = max(math.ceil(generated / max(1, concurrent)), max(outputs, default=0))

@@ -95,6 +95,14 @@ def _check_directive(text: str) -> str:
     return text
 
 
+def _no_as_off(value: Any) -> Any:
+    return "off" if value is False else value  # what ``off`` is in YAML 1.1
+
+
+def _off_as_method(value: Any) -> Any:
+    return {"method": "off"} if value in (None, False, "off") else value
+
+
 Auto = Literal["auto"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "auto", "dequantize", "int8", "int4", "fp8"]
@@ -209,6 +217,41 @@ class OutputSpec(_Section):
     storage_options: dict[str, Any] = {}
 
 
+class SpeculativeSpec(_Section):
+    """How to guess the tokens that follow, several of which one step then verifies. Moves time, never results."""
+
+    method: Annotated[Literal["auto", "ngram", "suffix", "draft_model", "off"], BeforeValidator(_no_as_off)] = (
+        "auto"  # draft_model where there is a model, else suffix
+    )
+    model: Annotated[PathText | None, Field(validate_default=True)] = None  # the draft model
+    quantization: Literal["none", "dequantize", "int8", "int4", "fp8"] = "none"  # of the draft model
+    num_speculative_tokens: Annotated[Int, Field(ge=1, le=64)] | Auto = "auto"  # most of one sequence in a step
+
+    @field_validator("model")
+    @classmethod
+    def _of_method(cls, value: str | None, info: ValidationInfo) -> str | None:
+        method = info.data.get("method")
+        if value is None and method == "draft_model":
+            raise ValueError("method draft_model needs model: a smaller one with the same tokenizer")
+        if value is not None and method in ("ngram", "suffix"):
+            raise ValueError(f"goes with method: draft_model or auto, not {method}; null takes it out")
+        return value
+
+    @field_validator("quantization")
+    @classmethod
+    def _of_model(cls, value: str, info: ValidationInfo) -> str:
+        if value != "none" and info.data.get("model", "") is None:
+            raise ValueError("is the draft model's, and no model is given")
+        return value
+
+    @property
+    def drafter(self) -> Literal["ngram", "suffix", "draft_model"] | None:
+        """What guesses; None: nothing does."""
+        if self.method == "auto":
+            return "suffix" if self.model is None else "draft_model"
+        return None if self.method == "off" else self.method
+
+
 class EngineSpec(_Section):
     """How the engine uses the machine. Nothing here changes what a result means."""
 
@@ -222,6 +265,7 @@ class EngineSpec(_Section):
     block_size: Annotated[Int, Field(ge=2, multiple_of=2)] = 32
     enable_prefix_caching: bool = True
     num_threads: Annotated[Int, Field(ge=1)] | Auto = "auto"
+    speculative_config: Annotated[SpeculativeSpec, BeforeValidator(_off_as_method)] = SpeculativeSpec()
 
 
 class ErrorsSpec(_Section):
@@ -351,11 +395,7 @@ _NOT_IN_CONFIGURATION: Any = {  # of the input: where it lies, and what opens it
     "dataset_options": {"token", "storage_options", "download_config", "cache_dir"},
 }
 _SECRET_KEYS = {"storage_options", "token", "download_config"}
-_NOT_YET = {
-    "speculative_config",
-    "tensor_parallel_size",
-    "trust_remote_code",
-}
+_NOT_YET = {"tensor_parallel_size", "trust_remote_code"}
 
 
 def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
@@ -556,13 +596,19 @@ def _unknown_key(field: FieldPath) -> str:
     if name in _NOT_YET:
         return "not supported yet"
     sections = {key: _keys(info.annotation) for key, info in JobSpec.model_fields.items()}
-    here = list(sections)
-    if len(field) > 1:
-        here = list(Message.model_fields) if isinstance(field[-2], int) else sections[str(field[0])]
+    here = list(Message.model_fields) if isinstance(field[-2:][0], int) else _keys(_type_at(field[:-1]))
     homes = [section for section, keys in sections.items() if name in keys]
     if homes and not difflib.get_close_matches(name, here, n=1):
         return f"unknown key here; it belongs under {' or '.join(homes)}"
     return unknown_name("key", name, here)
+
+
+def _type_at(field: FieldPath) -> Any:
+    """The type of what the job has at ``field``."""
+    found: Any = JobSpec
+    for name in field:
+        found = found.model_fields[name].annotation
+    return found
 
 
 def _keys(section: Any) -> list[str]:

@@ -15,7 +15,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -446,12 +446,12 @@ class Loop:
         others = self._claims.others_rows
         if self._claims.finished:  # more exactly than what they last said of themselves
             others = max(0, self._total_rows - self.rows_before - self.finished_rows)
-        rows = {"rows": self.finished_rows, "row_errors": self.errors.total(), "others": others}
-        stats = self._engine.stats() if self._engine is not None else None
-        if stats is None:
-            return Snapshot(**rows)
-        return Snapshot(
-            **rows,
+        now = Snapshot(rows=self.finished_rows, row_errors=self.errors.total(), others=others)
+        if self._engine is None:
+            return now
+        stats = self._engine.stats()
+        return replace(
+            now,
             prompt_tokens=stats.admitted_tokens - stats.cached_tokens,
             cached_tokens=stats.cached_tokens,
             completion_tokens=stats.output_tokens,
@@ -459,6 +459,7 @@ class Loop:
             running=stats.running,
             waiting=stats.waiting,
             kv_use=stats.kv_used,
+            speculation=self._engine.speculation_stats(),
         )
 
     def _status(self) -> dict[str, Any]:
@@ -472,6 +473,7 @@ class Loop:
             "output_tokens": now.completion_tokens,
             "running": now.running,
             "waiting": now.waiting,
+            "tokens_per_forward": None if now.speculation is None else now.speculation.tokens_per_forward,
         }
 
     def describe_steps(self) -> dict[str, int]:
@@ -496,6 +498,7 @@ class Loop:
             cached_tokens=now.cached_tokens,
             completion_tokens=now.completion_tokens,
             seconds=seconds,
+            speculation=now.speculation,
         )
 
 

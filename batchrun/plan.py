@@ -78,9 +78,12 @@ class Plan:
     packed: bool  # whether the checkpoint is quantized, and stays so
     max_model_len: int
     weight_bytes: int
+    draft: str | None  # reference of the draft model
+    draft_weight_bytes: int
+    draft_kv_bytes_per_token: int
     kv_cache_dtype: str
     kv_bytes_per_token: int
-    kv_needed: int  # bytes, were all rows to run at once
+    kv_needed: int  # bytes, the draft model's among them, were all rows to run at once
     kv_budget: int | None  # bytes; None: known when the model loads
     kv_blocks: int | None  # that the budget holds
     kv_tokens: int | None  # that these hold
@@ -123,11 +126,16 @@ class Plan:
             ("output", f"at most {format_count(self.output_tokens)} tokens"),
             ("weights", weights),
             ("KV", self._kv()),
+            *([("draft", self._draft())] if self.draft is not None else []),
             ("at once", f"{self.concurrent:,} sequences, {format_count(self.steps)} steps"),
         ]
         if self.seconds is not None:
             lines.append(("time", f"about {format_duration(self.seconds)}, loading left out: {self.basis}"))
         return lines
+
+    def _draft(self) -> str:
+        weights, per_token = format_bytes(self.draft_weight_bytes), format_bytes(self.draft_kv_bytes_per_token)
+        return f"{weights} of weights, and {per_token} a token in the same blocks: {self.draft}"
 
     def _kv(self) -> str:
         numbers = "" if self.kv_cache_dtype == "auto" else f" ({self.kv_cache_dtype})"
@@ -175,7 +183,7 @@ def _plan(checked: Preflight, files: list[tuple[str, int]], sample: Sequence[Pre
     limits = resolve_limits(job.engine, checked.device, times)
     work = work_of(checked, good, rows / len(sample) if sample else 0.0, limits)
     expected = duration(checked, work, limits, times)
-    per_token, block_size = checked.kv_bytes_per_token, job.engine.block_size
+    per_token, block_size = checked.pool_bytes_per_token, job.engine.block_size
     blocks = None if checked.kv_budget is None else checked.kv_budget // (per_token * block_size)
     return Plan(
         job=job.name,
@@ -193,8 +201,11 @@ def _plan(checked: Preflight, files: list[tuple[str, int]], sample: Sequence[Pre
         packed=bool(checked.model.encodings) and job.model.quantization == "none",
         max_model_len=checked.max_model_len,
         weight_bytes=memory.weight_bytes(checked.model, width, job.model.quantization, checked.device),
+        draft=None if checked.draft is None else checked.draft.reference,
+        draft_weight_bytes=checked.draft_weight_bytes,
+        draft_kv_bytes_per_token=per_token - checked.kv_bytes_per_token,
         kv_cache_dtype=job.model.kv_cache_dtype,
-        kv_bytes_per_token=per_token,
+        kv_bytes_per_token=checked.kv_bytes_per_token,
         kv_needed=(work.computed + work.output) * per_token,
         kv_budget=checked.kv_budget,
         kv_blocks=blocks,

@@ -25,6 +25,7 @@ from batchrun.data.source import SAMPLED_ROWS, Source
 from batchrun.data.template import RowTemplate
 from batchrun.engine import memory
 from batchrun.engine.limits import resolve_limits
+from batchrun.engine.speculation.draft_files import resolve_draft
 from batchrun.errors import JobError, without_credentials
 from batchrun.job import BATCH_FORMAT, JobSpec, PromptSpec
 from batchrun.model_files import ModelFiles, resolve
@@ -45,6 +46,7 @@ class Preflight:
     columns: list[str] | None  # of the input, as far as is known; None: no row told any
     layout: Layout
     model: ModelFiles
+    draft: ModelFiles | None  # the draft model, if one is to draft
     tokenizer: Tokenizer
     device: memory.Device
     dtype: str
@@ -54,7 +56,20 @@ class Preflight:
 
     @property
     def kv_bytes_per_token(self) -> int:
+        """Of the model's own keys and values."""
         return memory.kv_bytes_per_token(self.model.config, self.dtype, self.job.model.kv_cache_dtype)
+
+    @property
+    def pool_bytes_per_token(self) -> int:
+        """Of these and of the draft model's."""
+        return memory.pool_bytes_per_token(self.model, self.dtype, self.job.model.kv_cache_dtype, self.draft)
+
+    @property
+    def draft_weight_bytes(self) -> int:
+        return _draft_weight_bytes(self.job, self.draft, self.device, self.dtype)
+
+    def _drafter(self) -> str:
+        return self.job.engine.speculative_config.drafter or "off"
 
     def prompts(self) -> PromptBuilder:
         return PromptBuilder(self.job.prompt, self.job.sampling, self.tokenizer, self.max_model_len)
@@ -67,6 +82,7 @@ class Preflight:
             ("input", f"{len(self.inputs):,} files, {size}{skipped}"),
             ("columns", ", ".join(self.columns or ["none known"])),
             ("model", f"{self.model.reference} ({self.model.revision})"),
+            ("drafts", f"{self.draft.reference} ({self.draft.revision})" if self.draft else self._drafter()),
             ("runs as", f"{self.dtype} on {self.device}, up to {self.max_model_len:,} tokens a row"),
             ("output", f"{without_credentials(self.job.output.path)} ({self.job.output.format})"),
         ]
@@ -127,6 +143,7 @@ def preflight(job: JobSpec, *, to_run: bool = False) -> Preflight:
     faults = _Faults(job)
     layout: Layout | None = None
     device: memory.Device | None = None
+    draft: ModelFiles | None = None
     warnings: list[str] = []
     checks: list[BatchCheck] = []
     with faults.about("output"):
@@ -154,6 +171,8 @@ def preflight(job: JobSpec, *, to_run: bool = False) -> Preflight:
         model = resolve(job.model.name_or_path, job.model.revision, weights=False)
         with faults.about("model.name_or_path"):
             tokenizer = Tokenizer.load(model)
+            with faults.about("engine.speculative_config.model"):
+                draft = resolve_draft(job.engine.speculative_config, model, tokenizer, weights=False)
             _check_chat_template(job.prompt, checks, model, tokenizer)
             if layout is not None and layout.format == BATCH_FORMAT:
                 layout = replace(layout, tokens=Tokens(tokenizer))
@@ -163,7 +182,7 @@ def preflight(job: JobSpec, *, to_run: bool = False) -> Preflight:
         max_model_len = memory.resolve_max_model_len(model.config, job.model)
         if device is not None:
             dtype = memory.resolve_dtype(job.model.dtype, device)
-            kv_budget = _kv_budget(job, model, device, dtype, max_model_len)
+            kv_budget = _kv_budget(job, model, draft, device, dtype, max_model_len)
     faults.raise_any()
     assert layout is not None  # else there was a fault
     assert device is not None
@@ -174,6 +193,7 @@ def preflight(job: JobSpec, *, to_run: bool = False) -> Preflight:
         columns=columns,
         layout=layout,
         model=model,
+        draft=draft,
         tokenizer=tokenizer,
         device=device,
         dtype=dtype,
@@ -212,9 +232,18 @@ def _check_chat_template(prompt: PromptSpec, checks: list[BatchCheck], model: Mo
         raise JobError(f"input.path: {model.reference} has no chat template, which lines for {CHAT_URL} need")
 
 
-def _kv_budget(job: JobSpec, model: ModelFiles, device: memory.Device, dtype: str, max_model_len: int) -> int | None:
-    width = memory.DTYPE_BYTES[dtype]
-    weights = memory.weight_bytes(model, width, job.model.quantization, device)
+def _draft_weight_bytes(job: JobSpec, draft: ModelFiles | None, device: memory.Device, dtype: str) -> int:
+    if draft is None:
+        return 0
+    quantization = job.engine.speculative_config.quantization
+    return memory.weight_bytes(draft, memory.DTYPE_BYTES[dtype], quantization, device)
+
+
+def _kv_budget(
+    job: JobSpec, model: ModelFiles, draft: ModelFiles | None, device: memory.Device, dtype: str, max_model_len: int
+) -> int | None:
+    weights = memory.weight_bytes(model, memory.DTYPE_BYTES[dtype], job.model.quantization, device)
+    weights += _draft_weight_bytes(job, draft, device, dtype)
     if device == "cpu":
         free = memory.available_memory() - weights
     elif (total := memory.gpu_memory()) is not None:
@@ -223,7 +252,7 @@ def _kv_budget(job: JobSpec, model: ModelFiles, device: memory.Device, dtype: st
         return None
     else:
         free = 0
-    per_token = memory.kv_bytes_per_token(model.config, dtype, job.model.kv_cache_dtype)
+    per_token = memory.pool_bytes_per_token(model, dtype, job.model.kv_cache_dtype, draft)
     return memory.kv_budget(job.engine, device, bytes_per_token=per_token, max_model_len=max_model_len, free=free)
 
 

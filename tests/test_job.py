@@ -67,7 +67,6 @@ def test_every_fault_is_reported_at_once_with_its_line(job_file: Path) -> None:
     ("line", "expected"),
     [
         ("engine: {tensor_parallel_size: 2}", "10: engine.tensor_parallel_size: not supported yet"),
-        ("engine: {speculative_config: {}}", "10: engine.speculative_config: not supported yet"),
         (
             "sampling: {n: 2}",
             "10: sampling.n: more than one sample per row is not supported yet; n must be 1",
@@ -97,6 +96,47 @@ def test_what_is_not_supported_yet_is_refused_by_name(job_file: Path, line: str,
 def test_true_and_false_are_no_numbers(job_file: Path, line: str, expected: str) -> None:
     job_file.write_text(GOOD + line + "\n")
     assert faults(job_file) == [f"10: {expected}"]
+
+
+@pytest.mark.parametrize(
+    ("config", "drafter"),
+    [
+        ("{}", "suffix"),
+        ("{method: auto, model: some/draft}", "draft_model"),
+        ("{method: off, model: some/draft}", None),
+        ("off", None),
+        ("null", None),
+        ("{method: ngram}", "ngram"),
+        ("{method: suffix, num_speculative_tokens: 3}", "suffix"),
+        ("{method: draft_model, model: some/draft, quantization: int8}", "draft_model"),
+        ("{method: off}", None),
+        ("{method: false}", None),  # `off` as YAML 1.1 reads it
+    ],
+)
+def test_who_drafts(job_file: Path, config: str, drafter: str | None) -> None:
+    job_file.write_text(f"{GOOD}engine: {{speculative_config: {config}}}\n")
+    assert load_job(job_file).engine.speculative_config.drafter == drafter
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ("{method: true}", ".method: must be auto, ngram, suffix, draft_model or off, not true"),
+        ("{method: on}", ".method: must be auto, ngram, suffix, draft_model or off, not 'on'"),
+        ("{metod: ngram}", ".metod: unknown key; did you mean method?"),
+        ("{dtype: float32}", ".dtype: unknown key here; it belongs under model"),
+        ("{num_speculative_tokens: 0}", ".num_speculative_tokens: must be at least 1 or auto, not 0"),
+        ("{method: draft_model}", ": method draft_model needs model: a smaller one with the same tokenizer"),
+        ("{method: ngram, model: a/b}", ".model: goes with method: draft_model or auto, not ngram; null takes it out"),
+        ("{num_speculative_tokens: 65}", ".num_speculative_tokens: must be at most 64 or auto, not 65"),
+        ("{quantization: int8}", ".quantization: is the draft model's, and no model is given"),
+        ("{model: a/b, quantization: auto}", ".quantization: must be none, dequantize, int8, int4 or fp8, not 'auto'"),
+        ("on", ": must be a mapping, not 'on'"),
+    ],
+)
+def test_speculation_that_cannot_be_is_refused(job_file: Path, config: str, expected: str) -> None:
+    job_file.write_text(f"{GOOD}engine: {{speculative_config: {config}}}\n")
+    assert faults(job_file) == [f"10: engine.speculative_config{expected}"]
 
 
 @pytest.mark.parametrize(
@@ -258,6 +298,7 @@ def test_the_configuration_holds_what_results_depend_on(job_file: Path) -> None:
     assert json.loads(json.dumps(base)) == base
     same = [
         "engine.max_num_seqs=3",
+        "engine.speculative_config={method: draft_model, model: some/draft}",
         "errors.on_error=fail",
         "output.path=elsewhere",
         "output.checkpoint_seconds=1",

@@ -9,11 +9,15 @@ import pty
 import select
 import struct
 import termios
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import zip_longest
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchrun.engine.speculation.stats import SpeculationStats
 from batchrun.observe.progress import Progress, Snapshot, eta_seconds, tokens_left
 from batchrun.observe.report import RunReport, summary
 from batchrun.text import format_bytes, format_count, format_duration, parse_duration, table
@@ -120,6 +124,28 @@ def test_lines_without_a_terminal_are_few_and_complete() -> None:
     )
 
 
+def test_drafts_are_shown_while_they_are_verified() -> None:
+    clock, stream = Clock(), io.StringIO()
+    stats = SpeculationStats()
+    with Progress(100, stream=stream, clock=clock) as progress:
+        for second in range(0, 181, 15):
+            clock.now = float(second)
+            if 30 < second <= 60:  # half of the time with drafts, each of which saves as much as it takes
+                stats = SpeculationStats(
+                    forwards=stats.forwards + 10,
+                    tokens=stats.tokens + 31,
+                    drafted=[*stats.drafted, 10],
+                    accepted=[*stats.accepted, 5],
+                    seconds=stats.seconds + 15,
+                    seconds_on=stats.seconds_on + 7.5,
+                    seconds_plain=stats.seconds_plain + 15,
+                )
+            progress.update(Snapshot(rows=0, speculation=stats if second else None))
+    lines = stream.getvalue().splitlines()
+    assert [number for number, line in enumerate(lines) if "drafts" in line] == [3, 4, 5, 6, 7]
+    assert "prefix hits 0%, drafts 3.1 tok/forward (1.50x), ETA ?" in lines[4]
+
+
 def test_rates_are_those_of_the_last_minute() -> None:
     clock, stream = Clock(), io.StringIO()
     progress = Progress(10**6, stream=stream, clock=clock)
@@ -179,6 +205,40 @@ def test_the_summary_says_what_happened() -> None:
         "  output  out/demo",
         "  exit    75: stopped early: the same command goes on from here",
     ]
+
+
+def test_the_summary_says_what_drafts_brought() -> None:
+    run = RunReport(name="demo", output="out", exit_code=0, total_rows=5, ok_rows=5, prompt_tokens=10, seconds=10)
+    run = replace(run, completion_tokens=462)
+    stats = SpeculationStats(100, 231, [100] * 10, [71, 52, *[40] * 8], seconds=10, seconds_on=5, seconds_plain=9)
+    drafts = [
+        line
+        for line in summary(replace(run, speculation=stats)).splitlines()
+        if line[2:].startswith(("drafts", "accepted"))
+    ]
+    assert drafts == [
+        "  drafts    2.31 tokens per target forward in 50% of the output; "
+        "all in all about 1.40 times as fast as without",
+        "  accepted  71%, 52%, 40%, 40%, 40%, 40%, 40%, 40%, ... by position",
+    ]
+    unused = summary(replace(run, speculation=SpeculationStats(seconds=10)))
+    assert "  drafts  not worth it here: none were verified\n" in unused
+    assert "drafts" not in summary(run)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=5), st.integers(0, 5))
+def test_what_came_since_is_what_was_added(counts: list[tuple[int, int]], positions: int) -> None:
+    def add(a: Sequence[int], b: Sequence[int]) -> list[int]:
+        return [x + y for x, y in zip_longest(a, b, fillvalue=0)]
+
+    more = SpeculationStats(3, 7, [d for d, _ in counts], [a for _, a in counts], 3.0, 2.0, 4.0)
+    first = SpeculationStats(1, 2, [4] * positions, [1] * positions, 1.0, 0.5, 0.5)
+    both = SpeculationStats(4, 9, add(first.drafted, more.drafted), add(first.accepted, more.accepted), 4.0, 2.5, 4.5)
+    found = both.since(first)
+    assert [*found.drafted][: len(counts)] == more.drafted
+    assert not any(found.drafted[len(counts) :])
+    assert replace(found, drafted=more.drafted, accepted=more.accepted) == more
+    assert (found.speedup, found.tokens_per_forward) == ((3 - 2 + 4) / 3, 7 / 3)
 
 
 def test_the_summary_of_a_run_that_had_nothing_to_do_is_short() -> None:

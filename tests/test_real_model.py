@@ -17,7 +17,9 @@ from batchrun.bench.workload import DEMO_MODEL
 from batchrun.engine.engine import Result
 from batchrun.errors import JobError
 from batchrun.model_files import ModelFiles, resolve
+from batchrun.tokenization.tokenizer import Tokenizer
 from batchrun.weights.write import write_directory
+from tests.engine.drafting import answers_under_drafts
 from tests.models import greedy_with
 
 pytestmark = pytest.mark.slow
@@ -38,8 +40,6 @@ def files() -> ModelFiles:
 
 @pytest.fixture(scope="module")
 def prompts(files: ModelFiles) -> list[list[int]]:
-    from batchrun.tokenization.tokenizer import Tokenizer
-
     tokenizer = Tokenizer.load(files)
     rows = [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()[:16]]
     system = {"role": "system", "content": "Sum up the customer's message in one sentence."}
@@ -125,3 +125,55 @@ def test_reproducible_bits_alone_and_in_company(reproducible: Engine, prompts: l
     assert {index: outcome for index in (0, 5, 11) for outcome in run([index]).values()} == {
         index: whole[index] for index in (0, 5, 11)
     }
+
+
+# ---- speculation
+
+
+@pytest.fixture(scope="module")
+def chats(files: ModelFiles) -> list[list[int]]:
+    """128 prompts: each message of the example, and again with an instruction to repeat it."""
+    tokenizer = Tokenizer.load(files)
+    rows = [json.loads(line)["text"] for line in ROWS.read_text(encoding="utf-8").splitlines()[:64]]
+    asked = [*rows, *(f"Repeat this message word for word: {text}" for text in rows)]
+    return [
+        tokenizer.encode(tokenizer.render_chat([{"role": "user", "content": text}]), add_special_tokens=False)
+        for text in asked
+    ]
+
+
+SETTINGS = [
+    {"temperature": 0},
+    {"temperature": 0.8, "top_p": 0.95, "logprobs": 1},
+    {"temperature": 1.0, "top_k": 40, "repetition_penalty": 1.1},
+    {"temperature": 0.7, "min_p": 0.05, "presence_penalty": 0.5, "min_tokens": 9},
+]
+
+
+@pytest.fixture(scope="module")
+def draft(files: ModelFiles, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's model in four bits and with its first 20 layers alone, which are a model of their own."""
+    folder = tmp_path_factory.mktemp("draft") / "model"
+    write_directory(files, "float32", folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.model.layers = model.model.layers[:20]
+    model.config.num_hidden_layers = 20
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model"])
+def test_no_drafter_moves_a_bit_of_a_real_model(
+    files: ModelFiles, chats: list[list[int]], draft: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"method": method, **({"model": str(draft), "quantization": "int4"} if method == "draft_model" else {})}
+    params = [SamplingParams(**SETTINGS[index % 4], seed=index, max_tokens=20) for index in range(len(chats))]
+    options = {"dtype": "bfloat16", "quantization": "dequantize", "reproducible": True, "max_num_seqs": 32}
+    options |= {"max_model_len": 1024, "kv_cache_memory": "160MiB"}
+    plain, _ = answers_under_drafts(files, chats, params, monkeypatch, {"method": "off"}, **options)
+    drafted, stats = answers_under_drafts(files, chats, params, monkeypatch, config, **options)
+    assert drafted == plain
+    assert stats is not None
+    print(f"{method}: {stats.tokens_per_forward} tokens of a forward pass, accepted {stats.acceptance}")
+    assert stats.forwards > 500
+    assert sum(stats.accepted) > 100

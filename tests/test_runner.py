@@ -35,6 +35,7 @@ from batchrun.data.source import Source
 from batchrun.data.store import StorageError, Store
 from batchrun.data.view import OutputView
 from batchrun.data.workers import Worker
+from batchrun.engine.speculation.stats import SpeculationStats
 from batchrun.errors import JobError, ThresholdError
 from batchrun.loop import Loop
 from batchrun.observe.status import read_status
@@ -233,6 +234,23 @@ def test_error_rows_of_earlier_runs_are_told_as_such(
             at_step(patch, step, send(signal.SIGTERM))
             assert submit(job) == 75
     assert "12: 0 ok, 6 errors (6 in other runs), 6 to do; 6 were done before" in capsys.readouterr().err
+
+
+def test_a_run_says_what_drafts_brought(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = write_job(tmp_path, tiny_model, ROWS, **LONG)
+    for stats, lines in (
+        (SpeculationStats(4, 10, [4, 4], [4, 2], 9.0, 3.0, 6.0), ["2.50 tokens per target forward", "100%, 50% by"]),
+        (SpeculationStats(), ["drafts  not worth it here"]),
+        (None, []),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(Engine, "speculation_stats", lambda _, stats=stats: stats)
+            assert submit(job, overwrite=True) == 0
+        told = capsys.readouterr().err
+        assert all(line in told for line in lines)
+        assert bool(lines) == ("  drafts  " in told)
 
 
 def test_a_second_ctrl_c_does_not_wait(

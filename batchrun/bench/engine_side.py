@@ -54,6 +54,7 @@ class EngineSide:
             "max_num_batched_tokens": limits.max_num_batched_tokens,
             "kv_cache_tokens": min(pool.n_usable * pool.block_size for pool in pools),
             "enable_prefix_caching": limits.enable_prefix_caching,
+            "speculation": self.engine.spec.speculative_config.drafter or "off",
         }
 
     def run(self) -> Pass:

@@ -11,6 +11,7 @@
 `stop`        when a request ends, and its text
 `memory`      what a model needs of a machine (no torch)
 `limits`      the bounds of a step (no torch)
+`speculation` drafts of the tokens that follow, and whether verifying them pays
 `step_times`  how long steps take here, by their size, kept on disk (no torch); `calibrate` measures them
 ============  ===========================================================================================
 """

@@ -7,15 +7,17 @@ by what the device holds, so that nobody waits for it.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from batchrun.engine.request import Request, Step, StepRow
+from batchrun.models.decoder import Decoder
 from batchrun.ops.attention_batch import AttentionBatch, LastTokens
 from batchrun.sampling import SamplingParams
 
@@ -29,6 +31,7 @@ class SampleRow(NamedTuple):
     params: SamplingParams
     noise_key: int
     stop_ids: frozenset[int]
+    mask: NDArray[np.int32] | None = None  # of the tokens that may come, as a `TokenMask` has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,14 @@ class Penalties:
 
 
 @dataclass(frozen=True, slots=True)
+class Masks:
+    """Rows of logits of which not every token may come, and which may: as a `TokenMask` has it."""
+
+    lines: Tensor  # int64 [R]
+    words: Tensor  # int32 [R, ceil(V / 32)]
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling:
     """How rows of logits [S] become tokens."""
 
@@ -66,6 +77,7 @@ class Sampling:
     positions: Tensor  # int64 [S], where the tokens go
     draws: Draws | None  # None: all rows take their largest logit
     penalties: Penalties | None
+    masks: Masks | None
     forbidden: Tensor | None  # int64 [2, F]: rows of logits and tokens that may not come yet
     reported: Tensor | None  # int64 [N]: rows whose log-probabilities are wanted
     tops: list[int]  # of each of them: how many most likely tokens beside the one that came
@@ -90,6 +102,14 @@ class Uploads:
 
 
 @dataclass(frozen=True, slots=True)
+class Drafted:
+    """Where a step's drafts are in the token buffer: int64 [D] each."""
+
+    rows: Tensor
+    positions: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """One step on its way to the device."""
 
@@ -100,6 +120,7 @@ class Batch:
     wanted: LastTokens | None  # tokens whose hidden states are needed after the last layer; None: all
     sampled: Tensor | None  # int64 [S]: of the hidden states that come out, those sampled from; None: all
     sampling: Sampling | None
+    drafted: Drafted | None
     scored: list[ScoredRow | None]  # one per row of the step
 
 
@@ -109,6 +130,13 @@ class Groups(NamedTuple):
     windows: Sequence[int | None]
     last: int
     plan: Callable[..., Any]
+    tables: Sequence[int]  # of a request's block tables, that of each group
+
+    @classmethod
+    def of(cls, model: Decoder, tables: Sequence[int] | None = None) -> Groups:
+        """Those of a model; ``tables``: where its groups are not those that requests hold blocks for."""
+        own = range(len(model.windows))
+        return cls(model.windows, model.layers[-1].group, model.plan_attention, own if tables is None else tables)
 
 
 def build_batch(step: Step, block_size: int, groups: Groups) -> Batch:
@@ -119,13 +147,13 @@ def build_batch(step: Step, block_size: int, groups: Groups) -> Batch:
     ends = counts.cumsum()
     row_of_token = np.repeat(np.arange(len(rows)), counts)
     positions = np.arange(int(ends[-1])) - (ends - counts - starts)[row_of_token]
-    samples = np.array([row.samples for row in rows])
+    n_sampled = np.array([row.n_sampled for row in rows])
     scored = [_scored_row(row, first) for row, first in zip(rows, (ends - counts).tolist(), strict=True)]
-    needs_all = any(scored) or samples.sum() == ends[-1]
+    needs_all = any(scored) or n_sampled.sum() == ends[-1]
     kv_len = (starts + counts).astype(np.int32)
     attending = []
-    for group, window in enumerate(groups.windows):
-        cu_q, table = _from_zero(ends), _block_table([row.request.blocks[group] for row in rows])
+    for held, window in zip(groups.tables, groups.windows, strict=True):
+        cu_q, table = _from_zero(ends), _block_table([row.request.blocks[held] for row in rows])
         slots = table[row_of_token, positions // block_size].astype(np.int64) * block_size + positions % block_size
         plan = groups.plan(cu_q, kv_len, table, block_size=block_size, window=window)
         on_host = [torch.from_numpy(each) for each in (cu_q, kv_len, table, slots)]
@@ -133,21 +161,24 @@ def build_batch(step: Step, block_size: int, groups: Groups) -> Batch:
 
     def last_alone() -> AttentionBatch:
         """What the last layer attends to if the tokens that are sampled from are its only queries."""
-        batch, cu_q = attending[groups.last], _from_zero(samples.cumsum())
+        batch, cu_q = attending[groups.last], _from_zero(n_sampled.cumsum())
         shape = {"block_size": block_size, "window": groups.windows[groups.last]}
         plan = groups.plan(cu_q, kv_len, batch.block_table.numpy(), **shape)
         return replace(batch, cu_q=torch.from_numpy(cu_q), plan=plan)
 
-    last = torch.from_numpy(ends[samples] - 1)
-    sampled_rows = [_sample_row(row.request, row.start + row.n) for row in rows if row.samples]
+    # A row is sampled from at its last tokens.
+    last = torch.from_numpy(np.arange(n_sampled.sum()) + np.repeat(ends - n_sampled.cumsum(), n_sampled))
+    sampled_rows = [sample for row in rows if row.samples for sample in _sample_rows(row)]
+    drafted = [row for row in rows if row.n_drafts]
     return Batch(
-        uploads=_uploads(step.admitted) if step.admitted else None,
+        uploads=_uploads(step.admitted, drafted),
         token_rows=torch.from_numpy(np.array([row.request.slot for row in rows])[row_of_token]),
         positions=torch.from_numpy(positions),
         groups=attending,
         wanted=None if needs_all else LastTokens(last, last_alone()),
         sampled=last if needs_all and len(last) < ends[-1] else None,
         sampling=sampling(sampled_rows) if sampled_rows else None,
+        drafted=_drafted(drafted) if drafted else None,
         scored=scored,
     )
 
@@ -162,6 +193,7 @@ def sampling(rows: Sequence[SampleRow]) -> Sampling:
         positions=_integers(row.position for row in rows),
         draws=_draws(rows),
         penalties=_penalties(rows),
+        masks=_masks(rows),
         forbidden=torch.tensor(forbidden).T.contiguous() if forbidden else None,
         reported=_integers(reported) if reported else None,
         tops=[rows[index].params.logprobs or 0 for index in reported],
@@ -201,15 +233,39 @@ def _penalties(rows: Sequence[SampleRow]) -> Penalties | None:
     )
 
 
-def _uploads(admitted: Sequence[Request]) -> Uploads:
-    lengths = np.array([len(request.tokens) for request in admitted])
-    ends = lengths.cumsum()
-    positions = np.arange(int(ends[-1])) - np.repeat(ends - lengths, lengths)
+def _masks(rows: Sequence[SampleRow]) -> Masks | None:
+    lines = [index for index, row in enumerate(rows) if row.mask is not None]
+    if not lines:
+        return None
+    words = np.stack([row.mask for row in rows if row.mask is not None])
+    return Masks(_integers(lines), torch.from_numpy(words))
+
+
+def _uploads(admitted: Sequence[Request], drafted: Sequence[StepRow]) -> Uploads | None:
+    """All tokens of requests that are new on the device, and drafts of the host."""
+    runs: list[tuple[int, int, Sequence[int]]] = [(request.slot, 0, request.tokens) for request in admitted]
+    runs += [(row.request.slot, row.n_known, row.drafts) for row in drafted if row.drafts]
+    if not runs:
+        return None
+    slots, starts, tokens = zip(*runs, strict=True)
+    lengths = np.array([*map(len, tokens)])
     return Uploads(
-        rows=torch.from_numpy(np.repeat(np.array([request.slot for request in admitted]), lengths)),
-        positions=torch.from_numpy(positions),
-        tokens=torch.from_numpy(np.concatenate([np.asarray(request.tokens, np.int64) for request in admitted])),
+        rows=torch.from_numpy(np.repeat(np.array(slots), lengths)),
+        positions=_runs(np.array(starts), lengths),
+        tokens=torch.from_numpy(np.concatenate([np.asarray(each, np.int64) for each in tokens])),
     )
+
+
+def _drafted(rows: Sequence[StepRow]) -> Drafted:
+    lengths = np.array([row.n_drafts for row in rows])
+    slots = np.repeat(np.array([row.request.slot for row in rows]), lengths)
+    return Drafted(torch.from_numpy(slots), _runs(np.array([row.n_known for row in rows]), lengths))
+
+
+def _runs(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> Tensor:
+    """``lengths[i]`` whole numbers from ``starts[i]`` on, of one i after those of another: int64."""
+    ends = lengths.cumsum()
+    return torch.from_numpy(np.arange(int(ends[-1])) - np.repeat(ends - lengths - starts, lengths))
 
 
 def _integers(values: Iterable[int]) -> Tensor:
@@ -239,8 +295,13 @@ def _block_table(held: Sequence[array[int]]) -> np.ndarray:
     return table
 
 
-def _sample_row(request: Request, position: int) -> SampleRow:
-    return SampleRow(request.slot, position, request.n_prompt, request.params, request.noise_key, request.stop_ids)
+def _sample_rows(row: StepRow) -> Iterator[SampleRow]:
+    """The places of a row that tokens are sampled for: after its newest known token, and after each draft."""
+    request, known = row.request, row.n_known
+    of_request = request.n_prompt, request.params, request.noise_key, request.stop_ids
+    for position in range(known, row.end + 1):
+        mask = request.mask and request.mask([*request.output_ids, *row.drafts[: position - known]])
+        yield SampleRow(request.slot, position, *of_request, mask)
 
 
 def _scored_row(row: StepRow, first: int) -> ScoredRow | None:

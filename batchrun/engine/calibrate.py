@@ -9,14 +9,12 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import cycle
 
 import torch
 from torch import Tensor
 
-from batchrun.engine.executor import use_threads
 from batchrun.engine.limits import logits_fit
 from batchrun.engine.step_times import StepTimes, Subject, find
 from batchrun.models.decoder import Decoder
@@ -35,17 +33,12 @@ _HEAD_SECONDS = 1.0
 logger = logging.getLogger(__name__)
 
 
-def calibrated(decoder: Decoder, subject: Subject, num_threads: int | None) -> StepTimes:
+def calibrated(decoder: Decoder, subject: Subject) -> StepTimes:
     """The times of a decoder on the CPU: those kept for ``subject``, or new ones, which are kept.
 
     Others may have used the processor in the meantime: what was kept for a week is measured again, and of each time
-    the faster holds. Measures in a thread of its own that computes with ``num_threads`` as the executor's will.
+    the faster holds. Measures with as many threads as the calling one computes with, which have to be the executor's.
     """
-    with ThreadPoolExecutor(1, initializer=use_threads, initargs=(num_threads,)) as thread:
-        return thread.submit(_calibrated, decoder, subject).result()
-
-
-def _calibrated(decoder: Decoder, subject: Subject) -> StepTimes:
     operations, threads = describe_operations(decoder.ops, "cpu"), torch.get_num_threads()
     kept = next((times for times in find(subject) if (times.operations, times.threads) == (operations, threads)), None)
     now = time.time()

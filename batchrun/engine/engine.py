@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import operator
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -18,25 +19,25 @@ from batchrun.data.rows import TokenLogprob
 from batchrun.engine import memory
 from batchrun.engine.blocks import BlockPool
 from batchrun.engine.calibrate import calibrated
-from batchrun.engine.executor import Executor, thread_count
+from batchrun.engine.executor import Executor, thread_count, use_threads
 from batchrun.engine.fastest_form import fastest
-from batchrun.engine.limits import resolve_limits
+from batchrun.engine.limits import DRAFT_ROWS, resolve_limits
+from batchrun.engine.loading import draft_costs, load_decoder, load_draft_model
 from batchrun.engine.request import NO_TOKEN, Request, Step, StepOutput, noise_key
 from batchrun.engine.scheduler import KVGroup, Limits, Scheduler
+from batchrun.engine.speculation.draft_files import resolve_draft
+from batchrun.engine.speculation.speculator import open_speculator
+from batchrun.engine.speculation.stats import SpeculationStats
 from batchrun.engine.step_times import StepTimes, find, subject
 from batchrun.engine.stop import finish_reason, output_text
 from batchrun.errors import JobError
 from batchrun.faults import describe_arguments, unknown_name
-from batchrun.job import EngineSpec, ModelSpec
+from batchrun.job import EngineSpec, ModelSpec, SpeculativeSpec
 from batchrun.model_files import ModelFiles, resolve
 from batchrun.models.decoder import Decoder
-from batchrun.models.families import model_config
-from batchrun.ops import backend
 from batchrun.sampling import SamplingParams
 from batchrun.text import format_bytes
 from batchrun.tokenization.tokenizer import Tokenizer
-from batchrun.weights.load import Loader, open_weights
-from batchrun.weights.quantize import PLAIN, QUANTIZERS
 from batchrun.weights.source import WeightSource
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
@@ -77,6 +78,16 @@ class EngineStats:
     preemptions: int
 
 
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A step that runs, what comes of it, and since when it has been in work."""
+
+    step: Step
+    output: Future[StepOutput]
+    begun: float
+    overlapped: bool
+
+
 class Engine:
     """A model ready to generate.
 
@@ -102,12 +113,18 @@ class Engine:
         self.files = files or resolve(name, self.model_spec.revision)
         self.tokenizer = tokenizer or Tokenizer.load(self.files)
         self._weights = weights
-        self._load()
-        self._in_flight: tuple[Step, Future[StepOutput]] | None = None
+        # OpenMP's workers sleep between operations, which makes small steps half as slow again, while there are more
+        # of them than processors: those of loading and calibrating end with their thread, before others' come.
+        threads = thread_count(self.spec.num_threads)
+        with ThreadPoolExecutor(1, "loader", initializer=use_threads, initargs=(threads,)) as loader:
+            loader.submit(self._load, threads).result()
+        self._in_flight: InFlight | None = None
+        self._finished: list[Request] = []  # that no `step` has returned
+        self._settled_at = 0.0
         self._generating = False
         self._closed = False
 
-    def _load(self) -> None:
+    def _load(self, num_threads: int | None) -> None:
         spec, device = self.spec, self._device
         dtype = memory.resolve_dtype(self.model_spec.dtype, device)
         self.max_model_len = memory.resolve_max_model_len(self.files.config, self.model_spec)
@@ -118,11 +135,16 @@ class Engine:
         if self.model_spec.quantization == "auto":
             form = fastest(self.files, self.model_spec, spec, device, dtype).form
             self.model_spec = self.model_spec.model_copy(update={"quantization": form})
+        drafting = spec.speculative_config
+        draft = resolve_draft(drafting, self.files, self.tokenizer)
         torch_device, torch_dtype = torch.device(device), getattr(torch, dtype)
-        decoder = self._decoder(torch_device, torch_dtype)
-        num_threads = thread_count(spec.num_threads)
-        self.step_times = self._step_times(decoder, dtype, num_threads) if device == "cpu" else None
+        decoder = load_decoder(
+            self.files, self.model_spec, torch_device, torch_dtype, self.max_model_len, self._weights
+        )
+        self.step_times = self._step_times(decoder, dtype) if device == "cpu" else None
         limits = resolve_limits(spec, device, self.step_times)
+        draft_rows = DRAFT_ROWS if drafting.drafter else 0
+        draft_model = load_draft_model(draft, drafting, decoder, self.max_model_len) if draft else None
         with _allocation("engine.max_num_seqs: the rows of a step"):
             self.executor = Executor(
                 decoder,
@@ -130,9 +152,19 @@ class Engine:
                 block_size=spec.block_size,
                 max_num_seqs=limits.max_num_seqs,
                 max_model_len=self.max_model_len,
+                draft_rows=draft_rows,
+                draft_model=draft_model,
                 num_threads=num_threads,
             )
-        bytes_per_token = memory.kv_bytes_per_token(self.files.config, dtype, self.model_spec.kv_cache_dtype)
+        n_blocks = self._allocate(limits, memory.pool_bytes_per_token(self.files, dtype, decoder.kv_cache_dtype, draft))
+        groups = [KVGroup(window) for window in decoder.windows]
+        self.scheduler = Scheduler(groups, [BlockPool(n_blocks, spec.block_size) for _ in groups], limits)
+        costs = draft_costs(draft, drafting, self.files, self.model_spec, dtype) if draft else None
+        self._speculator = open_speculator(drafting, self.scheduler, self.step_times, draft_rows, costs)
+
+    def _allocate(self, limits: Limits, bytes_per_token: int) -> int:
+        """Make the KV pool; returns its blocks."""
+        spec, device = self.spec, self._device
         free = memory.available_memory() if device == "cpu" else self._free_gpu_memory(limits)
         budget = memory.kv_budget(
             spec, device, bytes_per_token=bytes_per_token, max_model_len=self.max_model_len, free=free
@@ -140,8 +172,7 @@ class Engine:
         n_blocks = budget // (bytes_per_token * spec.block_size)
         with _allocation(f"engine.kv_cache_memory: {format_bytes(budget)}"):
             self.executor.allocate(n_blocks)
-        groups = [KVGroup(window) for window in decoder.windows]
-        self.scheduler = Scheduler(groups, [BlockPool(n_blocks, spec.block_size) for _ in groups], limits)
+        return n_blocks
 
     def _free_gpu_memory(self, limits: Limits) -> int:
         """Bytes that ``gpu_memory_utilization`` leaves for KV beside all that the largest step holds."""
@@ -151,20 +182,11 @@ class Engine:
         others = total - free - torch.cuda.memory_reserved()  # the driver's, and other processes'
         return int(self.spec.gpu_memory_utilization * total) - others - peak
 
-    def _decoder(self, device: torch.device, dtype: torch.dtype) -> Decoder:
-        config = model_config(self.files.config)
-        ops = backend(device, dtype, config.head_dim, reproducible=self.model_spec.reproducible)
-        source = open_weights(self.files) if self._weights is None else self._weights
-        quantization = self.model_spec.quantization
-        quantize, keep = QUANTIZERS.get(quantization, PLAIN), quantization == "none"
-        loader = Loader(source, dtype, device, ops.pack, quantize, keep=keep)
-        return Decoder(config, loader, ops, self.max_model_len, self.model_spec.kv_cache_dtype)
-
-    def _step_times(self, decoder: Decoder, dtype: str, num_threads: int | None) -> StepTimes | None:
+    def _step_times(self, decoder: Decoder, dtype: str) -> StepTimes | None:
         """How long steps take on this CPU; None where no bound is chosen by it and it was not measured before."""
         of = subject(self.model_spec, self.spec, decoder.config, dtype, self.files.encodings)
         if "auto" in (self.spec.max_num_seqs, self.spec.max_num_batched_tokens):
-            return calibrated(decoder, of, num_threads)
+            return calibrated(decoder, of)
         return next(iter(find(of)), None)
 
     # ---- requests
@@ -228,36 +250,50 @@ class Engine:
         return len(self.scheduler.waiting) < self.limits.max_num_seqs
 
     def step(self) -> list[Request]:
-        """Launch the next step, then settle the one before it, which ran meanwhile; returns what finished."""
+        """Launch the next step, then settle the one before it, which ran meanwhile; returns what finished.
+
+        Before a step that verifies drafts all others have settled.
+        """
+        begun, speculator = time.perf_counter(), self._speculator
+        drafting = speculator if speculator is not None and speculator.wants() else None
+        if drafting:
+            self._finished = self.drain()
         step = self.scheduler.schedule()
         live = None
         if step is not None:
-            live = (step, self.executor.launch(step))
+            if drafting:
+                drafting.draft(step)
+            live = InFlight(step, self.executor.launch(step), begun, overlapped=not drafting)
         previous, self._in_flight = self._in_flight, live
         try:
-            return self._settle(*previous) if previous else []
+            return [*self._take_finished(), *(self._settle(previous) if previous else ())]
         except Exception:
             if live is not None:
-                live[1].exception()  # waits; it went on from what has failed
+                live.output.exception()  # waits; it went on from what has failed
             self._in_flight = None
             raise
 
     def drain(self) -> list[Request]:
         """Settle what is in flight without scheduling more; returns what finished. Requests keep what they have."""
         previous, self._in_flight = self._in_flight, None
-        return self._settle(*previous) if previous else []
+        return [*self._take_finished(), *(self._settle(previous) if previous else ())]
+
+    def _take_finished(self) -> list[Request]:
+        """What finished in a `step` that then failed."""
+        finished, self._finished = self._finished, []
+        return finished
 
     def abort(self) -> None:
         """Drop every request that has not finished."""
-        step, self._in_flight = self._in_flight, None
-        if step is not None:
-            step[1].exception()  # waits; what it did no longer matters
+        live, self._in_flight = self._in_flight, None
+        if live is not None:
+            live.output.exception()  # waits; what it did no longer matters
         for request in self.unfinished():
             self.scheduler.finish(request, "abort")
 
-    def _settle(self, step: Step, running: Future[StepOutput]) -> list[Request]:
+    def _settle(self, live: InFlight) -> list[Request]:
         finished = []
-        for request in self.scheduler.settle(step, running.result()):
+        for request in self.scheduler.settle(live.step, live.output.result()):
             if request.tokens[-1] == NO_TOKEN:
                 request.tokens.pop()
                 request.error = "the model's logits are not numbers; another dtype may help"
@@ -265,6 +301,10 @@ class Engine:
             if reason is not None:
                 self.scheduler.finish(request, reason)
                 finished.append(request)
+        since, self._settled_at = max(live.begun, self._settled_at), time.perf_counter()
+        if self._speculator is not None:
+            seconds = self._settled_at - since
+            self._speculator.settled(live.step, finished, seconds, overlapped=live.overlapped)
         return finished
 
     def text(self, request: Request) -> str:
@@ -296,10 +336,16 @@ class Engine:
             preemptions=counters.preemptions,
         )
 
+    def speculation_stats(self) -> SpeculationStats | None:
+        """What drafts have brought; None where speculation is off."""
+        return None if self._speculator is None else self._speculator.stats()
+
     def reset_prefix_cache(self) -> None:
-        """Forget the KV of finished requests."""
+        """Forget the KV of finished requests, and what drafts were learned from them."""
         for pool in self.scheduler.pools:
             pool.clear_cache()
+        if self._speculator is not None:
+            self._speculator.forget()
 
     def close(self) -> None:
         """Drop what is in work and stop the executor's thread."""
@@ -407,7 +453,7 @@ def _specs(name: str, options: dict[str, Any]) -> tuple[ModelSpec, EngineSpec]:
     try:
         return ModelSpec(name_or_path=name, **model), EngineSpec(**engine)
     except ValidationError as error:
-        raise ValueError(describe_arguments(error, options, known)) from None
+        raise ValueError(describe_arguments(error, options, [*known, *SpeculativeSpec.model_fields])) from None
 
 
 def prompt_logprobs(request: Request) -> list[TokenLogprob] | None:

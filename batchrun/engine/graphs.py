@@ -90,7 +90,7 @@ def takes(batch: Batch) -> bool:
     """Whether every row of a step computes one token and samples the next, which is what graphs are made of."""
     sampling = batch.sampling
     every = sampling is not None and len(sampling.rows) == len(batch.token_rows)
-    return every and batch.uploads is None and not any(batch.scored)
+    return every and batch.uploads is None and batch.drafted is None and not any(batch.scored)
 
 
 def bucket(count: int) -> int:
@@ -110,6 +110,7 @@ def fill(batch: Batch, rows: int, fill_plan: Callable[..., Any]) -> Batch:
         wanted=None,
         sampled=None,
         sampling=None,
+        drafted=None,
         scored=[],
     )
 

@@ -16,6 +16,7 @@ _SEQS_CHOICES = (256, 512, 1024)  # none below the default: fewer sequences are 
 _TOKENS_CHOICES = (1024, 2048, 3072, 4096)
 _NOISE = 0.05  # of the least time for a token: what measured times differ by from one moment to another
 _TOKENS_PER_SEQUENCE = 2  # that an automatic bound leaves at least, so that prompts come in while all sequences run
+DRAFT_ROWS = 64  # of logits of a step, for drafts, beside those that sequences leave free
 _LOGIT_BYTES = 4  # float32
 _MAX_LOGITS_BYTES = 256 << 20  # of a step: no budget counts them
 

@@ -120,6 +120,15 @@ def kv_bytes_per_token(config: Config, dtype: str, kv_cache_dtype: KVCacheDType)
     return 2 * int(config["num_hidden_layers"]) * kv_heads(config) * vector
 
 
+def pool_bytes_per_token(files: ModelFiles, dtype: str, kv_cache_dtype: KVCacheDType, draft: ModelFiles | None) -> int:
+    """Bytes that one token takes in the pool, whose blocks hold the keys and values of the model and of a draft model.
+
+    The draft model's are plain numbers of ``dtype``, the model's.
+    """
+    own = kv_bytes_per_token(files.config, dtype, kv_cache_dtype)
+    return own if draft is None else own + kv_bytes_per_token(draft.config, dtype, "auto")
+
+
 def parameter_count(config: Config) -> tuple[int, int]:
     """``(matrix, embedding)`` parameters of a dense decoder; a token multiplies by every matrix parameter once.
 

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from hashlib import blake2b
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from batchrun.data.rows import TokenLogprob
 from batchrun.sampling import SamplingParams
 
 NO_TOKEN = -1
+
+# Which tokens may follow these output tokens: int32 [ceil(V / 32)], in which token t is bit t % 32 of word t // 32.
+TokenMask = Callable[[Sequence[int]], NDArray[np.int32]]
 
 
 class State(Enum):
@@ -26,7 +33,8 @@ class Request:
 
     ``tokens`` are known on the host: the prompt, then every settled output token. ``pending`` counts tokens that steps
     in flight will have sampled; their ids exist on the device alone. ``computed`` tokens have, or will have once the
-    steps in flight end, keys and values in the cache; it chases ``len(tokens) + pending``.
+    steps in flight end, keys and values in the cache; it chases ``len(tokens) + pending``. It is ahead of them by the
+    drafts of a step in flight, of which `Scheduler.settle` takes back those that do not come true.
     """
 
     key: Any  # the caller's handle
@@ -38,6 +46,8 @@ class Request:
     max_total: int  # prompt and output together
     computed: int = 0
     pending: int = 0
+    mask: TokenMask | None = None  # asked before a token is sampled
+    drafting: Any = None  # what the speculator knows of it
     state: State = State.WAITING
     slot: int = -1  # row of the device's token buffer while running
     incarnation: int = 0  # counts preemptions: what a step in flight did for an earlier one is not published
@@ -90,27 +100,60 @@ def noise_key(*parts: object) -> int:
 
 @dataclass(slots=True)
 class StepRow:
-    """``n`` tokens of one request from position ``start``: a prefill chunk, a decode token or a part between."""
+    """``n`` tokens of one request from position ``start``: a prefill chunk, a decode token or a part between.
+
+    The last ``n_drafts`` of them are guesses, which the step verifies: a token is sampled before each of them and after
+    the last one, and they are accepted as far as they equal the samples. The host gives them in ``drafts``, or the
+    draft model makes them on the device.
+    """
 
     request: Request
     start: int
     n: int
-    samples: bool  # the last of its tokens is the newest known one: a token is sampled after it
+    samples: bool  # the last of its tokens that is no draft is the newest known one: a token is sampled after it
     incarnation: int
+    n_drafts: int = 0
+    drafts: Sequence[int] = ()
+    n_accepted: int = 0  # of its drafts, once it is settled
+
+    @property
+    def end(self) -> int:
+        return self.start + self.n
+
+    @property
+    def n_known(self) -> int:
+        """Tokens of the request that are known when the row has run, whatever comes of its drafts."""
+        return self.end - self.n_drafts
+
+    @property
+    def n_sampled(self) -> int:
+        return 1 + self.n_drafts if self.samples else 0
 
 
 @dataclass(slots=True)
 class Step:
-    """What one forward pass computes. ``admitted`` requests are new on the device: their tokens are uploaded first."""
+    """What one forward pass computes. ``admitted`` requests are new on the device: their tokens are uploaded first.
+
+    In ``rounds`` the draft model computes before it, and samples the drafts that the rows verify.
+    """
 
     rows: list[StepRow]
     admitted: list[Request]
+    rounds: list[Step] = field(default_factory=list)
+
+    @property
+    def n_tokens(self) -> int:
+        return sum([row.n for row in self.rows])
 
 
 @dataclass(slots=True)
 class StepOutput:
-    """Per sampling row, in the step's order: the sampled id and, where asked for, log-probabilities."""
+    """What a step gives back, in the order of its rows.
+
+    Of each sampled token its id, and its log-probabilities where asked for; of each draft its id.
+    """
 
     token_ids: list[int]  # NO_TOKEN where the logits were not numbers
     logprobs: list[TokenLogprob | None]
     prompt_logprobs: list[list[TokenLogprob]]  # per row of the step: of the prompt tokens after each position computed
+    drafts: list[int] = field(default_factory=list)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from batchrun.data.rows import TokenLogprob
-from batchrun.engine.batch import Draws, Penalties, Sampling
+from batchrun.engine.batch import Draws, Masks, Penalties, Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,8 @@ def sample(logits: Tensor, sampling: Sampling, token_buffer: Tensor, ops: Module
     """
     if sampling.penalties is not None:
         _penalize(logits, sampling.penalties, token_buffer)
+    if sampling.masks is not None:
+        _mask(logits, sampling.masks)
     if sampling.forbidden is not None:
         lines, tokens = sampling.forbidden
         logits[lines, tokens] = logits.new_full((), -math.inf)  # a number of Python's would be waited for
@@ -64,6 +66,13 @@ def _penalize(logits: Tensor, rows: Penalties, token_buffer: Tensor) -> None:
     keys = of_row + tokens
     counts = torch.searchsorted(generated, keys, right=True) - torch.searchsorted(generated, keys)
     logits[lines, tokens] = values - (rows.frequency[row] * counts + rows.presence[row] * (counts > 0))
+
+
+def _mask(logits: Tensor, masks: Masks) -> None:
+    """Leave the logits [S, V] of tokens that may come alone, and make the others minus infinity, in place."""
+    bits = torch.arange(32, dtype=torch.int32, device=logits.device)
+    allowed = ((masks.words[:, :, None] >> bits) & 1).flatten(1)[:, : logits.shape[1]] != 0
+    logits[masks.lines] = logits[masks.lines].masked_fill(~allowed, -math.inf)
 
 
 def _draw(logits: Tensor, draws: Draws, ops: ModuleType) -> Tensor:

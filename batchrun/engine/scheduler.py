@@ -12,8 +12,9 @@ from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import islice, repeat
 
+from batchrun.data.rows import TokenLogprob
 from batchrun.engine.blocks import BlockPool
 from batchrun.engine.request import Request, State, Step, StepOutput, StepRow
 
@@ -84,33 +85,61 @@ class Scheduler:
         admitted = self._admit(rows, self._continue_running(rows))
         if not rows:
             return None
+        step = Step(rows, admitted)
         self.counters.steps += 1
-        self.counters.computed_tokens += sum([row.n for row in rows])
-        return Step(rows, admitted)
+        self.counters.computed_tokens += step.n_tokens
+        return step
 
-    def settle(self, step: Step, output: StepOutput) -> list[Request]:
-        """Append what ``step`` sampled and publish the blocks that it filled; returns the requests that sampled."""
-        sampled = []
-        results = zip(output.token_ids, output.logprobs, strict=True)
+    def add_drafts(self, row: StepRow, count: int, drafts: Sequence[int] = ()) -> int:
+        """Let a row of the step just scheduled verify drafts after its newest token, which `settle` has appended.
+
+        At most ``count`` of them; where no blocks are free for these, those that the request's own have room for.
+        Returns how many. Without ``drafts`` the draft model makes them. The request sits out until the step settles.
+        """
+        request = row.request
+        if not row.samples or row.end != len(request.tokens):
+            raise ValueError("drafts go on from tokens that are known")
+        count = min(count, request.max_total - 1 - row.end)
+        missing = row.end + count - len(request.blocks[0]) * self.block_size
+        if missing > 0 and not self._grow(request, row.end + count):
+            count -= missing
+        row.n_drafts = max(0, count)
+        row.drafts = drafts[: row.n_drafts]
+        row.n += row.n_drafts
+        request.computed += row.n_drafts
+        self.counters.computed_tokens += row.n_drafts
+        return row.n_drafts
+
+    def settle(self, step: Step, output: StepOutput) -> Iterator[Request]:
+        """Append what ``step`` sampled, as far as its drafts came true, and publish the blocks that it filled.
+
+        Yields a request after each of its tokens: if the caller finishes it, those after this one are dropped.
+        """
+        sampled = zip(output.token_ids, output.logprobs, strict=True)
+        drafts = iter(output.drafts)
         for row, scored in zip(step.rows, output.prompt_logprobs, strict=True):
             request = row.request
             live = request.finish_reason is None
             if live and scored:
                 request.prompt_logprobs.extend(scored[max(0, len(request.prompt_logprobs) - row.start) :])
-            if live and row.start + row.n >= (request.published + 1) * self.block_size:
+            if live and row.n_known >= (request.published + 1) * self.block_size:
                 self._publish(row)
             if not row.samples:
                 continue
-            token, logprob = next(results)
+            verified = _verified(list(islice(sampled, row.n_sampled)), list(islice(drafts, row.n_drafts)))
             request.pending -= 1
             if not live:
                 continue  # the token after its last one
-            request.tokens.append(token)
-            if logprob is not None:
-                request.logprobs.append(logprob)
-            sampled.append(request)
-        self.counters.output_tokens += len(sampled)
-        return sampled
+            if row.incarnation == request.incarnation:
+                request.computed -= row.n_sampled - len(verified)
+            for row.n_accepted, (token, logprob) in enumerate(verified):
+                request.tokens.append(token)
+                if logprob is not None:
+                    request.logprobs.append(logprob)
+                self.counters.output_tokens += 1
+                yield request
+                if request.finish_reason is not None:
+                    break
 
     def finish(self, request: Request, reason: str) -> None:
         """End a request (settled tokens decide when, so the engine calls this): its blocks and slot are free again."""
@@ -171,7 +200,7 @@ class Scheduler:
         for request in self.running:  # a preemption takes the last of them
             known = request.known
             missing = known - request.computed
-            if missing <= 0 or known >= request.max_total:
+            if missing <= 0 or known >= request.max_total or (request.mask is not None and request.pending):
                 continue
             count = min(missing, 1 + spare)
             spare -= count - 1
@@ -360,11 +389,11 @@ class Scheduler:
         return array("i", [0] * first + [block for block in found if block is not None])
 
     def _publish(self, row: StepRow) -> None:
-        """Offer the full blocks that a settled row completed. Every token in them is known by now."""
+        """Offer the full blocks that a settled row completed; what its drafts complete, the row after it offers."""
         request = row.request
         if row.incarnation != request.incarnation:
             return
-        first, full = request.published, (row.start + row.n) // self.block_size
+        first, full = request.published, row.n_known // self.block_size
         request.published = full
         if not self.limits.enable_prefix_caching:
             return
@@ -459,3 +488,13 @@ class Scheduler:
             pool.check()
             if {content: list(found) for content, found in pool.expected.items()} != turns:
                 raise AssertionError("a pool expects other uses than those of waiting requests")
+
+
+def _verified(
+    sampled: list[tuple[int, TokenLogprob | None]], drafts: list[int]
+) -> list[tuple[int, TokenLogprob | None]]:
+    """The samples that follow known tokens: those up to the first that is not the draft in its place."""
+    for count, ((token, _), draft) in enumerate(zip(sampled, drafts, strict=False), 1):
+        if token != draft:
+            return sampled[:count]
+    return sampled

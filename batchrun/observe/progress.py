@@ -17,6 +17,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from batchrun.engine.speculation.stats import SpeculationStats
 from batchrun.text import format_count, format_duration
 
 _LINE_SECONDS = 15.0
@@ -42,6 +43,7 @@ class Snapshot:
     running: int = 0
     waiting: int = 0
     kv_use: float = 0.0  # share of the KV pool that is in use, 0 to 1
+    speculation: SpeculationStats | None = None  # None: off
 
     @property
     def tokens(self) -> int:
@@ -163,6 +165,14 @@ class Progress:
             (self._last.completion_tokens - before.completion_tokens) / seconds,
         )
 
+    def _drafts(self) -> str | None:
+        """What drafts brought over the last minute; None while none are verified."""
+        before, now = self._window[0][1].speculation or SpeculationStats(), self._last.speculation
+        recent = None if now is None else now.since(before)
+        if recent is None or recent.tokens_per_forward is None:
+            return None
+        return f"drafts {recent.tokens_per_forward:.1f} tok/forward ({recent.speedup:.2f}x)"
+
     def _expected_rate(self, moment: float, seen: float) -> float:
         """Tokens per second to come: those seen, with the estimate in place of what is missing of the first seconds."""
         seconds = moment - self._window[0][0]
@@ -189,6 +199,8 @@ class Progress:
             f"prefix hits {now.prefix_hits:.0%}",
             f"ETA {'?' if eta is None else format_duration(eta)}",
         ]
+        if drafts := self._drafts():
+            parts.insert(-1, drafts)
         if now.row_errors:
             parts.insert(0, f"{now.row_errors} errors")
         return ", ".join(parts)

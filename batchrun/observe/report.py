@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from batchrun.engine.speculation.stats import SpeculationStats
 from batchrun.errors import EXIT_OK, EXIT_ROW_ERRORS, EXIT_STOPPED, EXIT_THRESHOLD
 from batchrun.text import format_duration, table
 
+_SHOWN_POSITIONS = 8
 _MEANINGS = {
     EXIT_OK: "done",
     EXIT_ROW_ERRORS: "finished with error rows: `batchrun results --where error` shows them",
@@ -32,6 +34,7 @@ class RunReport:
     cached_tokens: int = 0  # taken from the prefix cache
     completion_tokens: int = 0
     seconds: float = 0.0
+    speculation: SpeculationStats | None = None  # None: off, or nothing was run
 
 
 def summary(report: RunReport) -> str:
@@ -54,8 +57,21 @@ def summary(report: RunReport) -> str:
     if prompt:
         tokens = f"{prompt:,} prompt ({hits:.0%} from the prefix cache) + {report.completion_tokens:,} output"
         lines += [("tokens", tokens), ("time", f"{format_duration(report.seconds)}, {speed}")]
+    if prompt and report.speculation is not None:
+        lines += _drafts(report.speculation, report.completion_tokens)
     lines += [
         ("output", report.output),
         ("exit", f"{report.exit_code}: {_MEANINGS.get(report.exit_code, 'failed')}"),
     ]
     return f"{report.name}\n{table(lines)}"
+
+
+def _drafts(stats: SpeculationStats, output_tokens: int) -> list[tuple[str, str]]:
+    """What speculation brought: tokens of a forward pass where it gives one without, acceptance, and time."""
+    if stats.tokens_per_forward is None:
+        return [("drafts", "not worth it here: none were verified")]
+    shares = [f"{share:.0%}" for share in stats.acceptance]
+    accepted = ", ".join([*shares[:_SHOWN_POSITIONS], *(["..."] if len(shares) > _SHOWN_POSITIONS else [])])
+    gain = f"{stats.tokens_per_forward:.2f} tokens per target forward in {stats.tokens / max(1, output_tokens):.0%} of "
+    speed = f"the output; all in all about {stats.speedup:.2f} times as fast as without"
+    return [("drafts", gain + speed), ("accepted", f"{accepted} by position")]

@@ -153,7 +153,7 @@ def _steps(engine: Engine, windows: Windows) -> Iterator[tuple[Tensor, Tensor]]:
     """Hidden states [T, H] of each token of a window but the last, and the tokens [T] that follow, step by step."""
     executor, block_size = engine.executor, engine.spec.block_size
     model, transfer = executor.model, Transfer(executor.device)
-    groups = Groups(model.windows, model.layers[-1].group, model.plan_attention)
+    groups = Groups.of(model)
     for window in windows:
         n_blocks = -(-len(window) // block_size)
         blocks = array("i", range(memory.RESERVED_BLOCKS, memory.RESERVED_BLOCKS + n_blocks))

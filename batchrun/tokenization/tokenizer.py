@@ -108,6 +108,10 @@ class Tokenizer:
         own = _own_bytes(self._backend.id_to_token(token_id) or "") if "\ufffd" in text else None
         return text.encode() if own is None else own
 
+    def tokens(self) -> dict[int, str]:
+        """Every token by its id, as the vocabulary spells it."""
+        return {number: token for token, number in self._backend.get_vocab(with_added_tokens=True).items()}
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

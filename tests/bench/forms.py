@@ -16,13 +16,13 @@ from pathlib import Path
 from statistics import median
 
 from batchrun.bench.engine_side import EngineSide
-from batchrun.bench.report import Measured, median_interval
+from batchrun.bench.report import Measured
 from batchrun.bench.workload import Workload, bench_job, read_workload
 from batchrun.engine.fastest_form import fastest
-from batchrun.engine.memory import kv_bytes_per_token, resolve_max_model_len, sequence_bytes
-from batchrun.job import EngineSpec, ModelSpec, Quantization
+from batchrun.engine.memory import resolve_max_model_len
+from batchrun.job import EngineSpec, ModelSpec, Quantization, SpeculativeSpec
 from batchrun.model_files import ModelFiles, resolve
-from tests.bench.scale import print_row, unshared_prompts
+from tests.bench.scale import kv_memory, print_row, unshared_prompts, with_interval
 
 PLAIN: Quantization = "dequantize"
 FORMS: tuple[Quantization, ...] = (PLAIN, "int8", "none")  # the demo's model is stored in 4 bits
@@ -35,11 +35,9 @@ def measure_cell(
     """Passes of engines that run so many rows at once, by turns in an order that is drawn for each round."""
     longest = resolve_max_model_len(files.config, model)
     workload = Workload(list(unshared_prompts(text, rows, _PROMPT)), [_NEW] * rows, longest)
-    per_token = kv_bytes_per_token(files.config, model.dtype, model.kv_cache_dtype)
-    block = EngineSpec().block_size
-    memory = rows * sequence_bytes(_PROMPT + _NEW, bytes_per_token=per_token, block_size=block)
-    memory = max(memory, sequence_bytes(longest, bytes_per_token=per_token, block_size=block))
-    spec = EngineSpec(device="cpu", max_num_seqs=rows, kv_cache_memory=memory)
+    memory = kv_memory(files, model, rows, _PROMPT + _NEW)
+    off = SpeculativeSpec(method="off")  # later passes would draft what earlier ones generated
+    spec = EngineSpec(device="cpu", max_num_seqs=rows, kv_cache_memory=memory, speculative_config=off)
     with ExitStack() as stack:
         measured = {}
         for form in FORMS:
@@ -53,9 +51,7 @@ def measure_cell(
 
 
 def ratio(measured: Mapping[Quantization, Measured], form: Quantization, to: Quantization) -> str:
-    pairs = [a / b for a, b in zip(measured[form].rates(), measured[to].rates(), strict=True)]
-    interval = median_interval(pairs)
-    return f"{median(pairs):.2f}" + (" ({:.2f} to {:.2f})".format(*interval) if interval else "")
+    return with_interval([a / b for a, b in zip(measured[form].rates(), measured[to].rates(), strict=True)])
 
 
 def main() -> None:

@@ -101,7 +101,7 @@ class InstantEngine(Engine):
     def __init__(self, ready: Preflight, *, decode: bool) -> None:
         self.tokenizer = ready.tokenizer
         self.max_model_len = ready.max_model_len
-        self.step_times = None
+        self.step_times = self._speculator = None
         config = SimpleNamespace(vocab_size=self.tokenizer.vocab_size)
         self.executor = SimpleNamespace(model=SimpleNamespace(config=config))
         self.prompt_tokens = 0

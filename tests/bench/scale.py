@@ -13,12 +13,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from statistics import median
 
 from batchrun.bench import measure
 from batchrun.bench.peers import PEERS
-from batchrun.bench.report import Measured, Report
+from batchrun.bench.report import Measured, Report, median_interval
 from batchrun.bench.workload import Workload, bench_job, read_workload
-from batchrun.engine.memory import DTYPE_BYTES, kv_bytes_per_token, resolve_max_model_len
+from batchrun.engine.memory import (
+    DTYPE_BYTES,
+    kv_bytes_per_token,
+    pool_bytes_per_token,
+    resolve_max_model_len,
+    sequence_bytes,
+)
 from batchrun.errors import BatchrunError
 from batchrun.job import EngineSpec, ModelSpec
 from batchrun.model_files import ModelFiles, resolve
@@ -66,6 +73,20 @@ def unshared_prompts(text: Sequence[int], rows: int, length: int) -> Iterator[li
             raise ValueError(f"{len(text):,} tokens of text are too few for {rows:,} prompts that do not begin alike")
         taken.add(beginning)
         yield ring[at : at + length]
+
+
+def kv_memory(files: ModelFiles, model: ModelSpec, rows: int, tokens: int, draft: ModelFiles | None = None) -> int:
+    """Bytes of KV that hold so many rows of so many tokens at once, and one that is as long as the model allows."""
+    longest = resolve_max_model_len(files.config, model)
+    per_token = pool_bytes_per_token(files, model.dtype, model.kv_cache_dtype, draft)
+    row, whole = (sequence_bytes(length, bytes_per_token=per_token, block_size=_BLOCK) for length in (tokens, longest))
+    return max(rows * row, whole)
+
+
+def with_interval(ratios: Sequence[float]) -> str:
+    """The median of paired passes' ratios, and its 95% interval where they are enough for one."""
+    interval = median_interval(ratios)
+    return f"{median(ratios):.2f}" + (" ({:.2f} to {:.2f})".format(*interval) if interval else "")
 
 
 def run_cell(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -12,11 +13,13 @@ import pytest
 import torch
 
 from batchrun import Engine
-from batchrun.job import ModelSpec, load_job
+from batchrun.job import ModelSpec, SpeculativeSpec, load_job
 from batchrun.model_files import resolve
-from tests.bench import agreement, decode_attention, forms, instant_feed, overhead, scale
+from batchrun.tokenization.tokenizer import Tokenizer
+from tests.bench import agreement, decode_attention, forms, instant_feed, overhead, scale, speculation
 from tests.jobs import write_job
 from tests.marks import needs_kernels
+from tests.models import save_model
 
 
 @pytest.fixture
@@ -103,3 +106,38 @@ def test_forms_of_weights_are_measured_by_turns(tiny_model: Path, tmp_path: Path
     assert list(measured) == ["dequantize", "int8", "none"]
     assert all(len(each.passes) == 2 for each in measured.values())
     assert forms.ratio(measured, "int8", "int8") == "1.00"
+
+
+@pytest.fixture
+def long_model(tmp_path: Path) -> Path:
+    return save_model(tmp_path / "long", layers=1, max_position_embeddings=2048)
+
+
+def test_the_templated_rows_are_the_same_every_time_and_hold_their_answers(long_model: Path) -> None:
+    tokenizer = Tokenizer.load(resolve(str(long_model)))
+    rows = speculation.templated(tokenizer, 2048, 30)
+    assert rows == speculation.templated(tokenizer, 2048, 30)
+    assert len({tuple(prompt) for prompt in rows.workload.prompts}) == 30
+    assert rows.answers is not None
+    for prompt, answer in zip(rows.workload.prompts, rows.answers, strict=True):
+        text = tokenizer.decode(prompt).rpartition("Text: ")[2]
+        assert all(value in text for value in json.loads(tokenizer.decode(answer)).values())
+    assert speculation.copied(rows, rows.answers) == 1
+    half = [[*answer[: len(answer) // 2], *[0] * (len(answer) - len(answer) // 2)] for answer in rows.answers]
+    assert speculation.copied(rows, half) == pytest.approx(0.5, abs=0.01)
+
+
+def test_drafts_are_measured_by_turns_in_fresh_engines(long_model: Path, tmp_path: Path) -> None:
+    files = resolve(str(long_model))
+    model = ModelSpec(name_or_path=str(long_model), dtype="float32", reproducible=True)
+    rows = speculation.templated(Tokenizer.load(files), 2048, 3)
+    off, ngram = speculation.measure_cell(
+        2, rows.first(2), files, model, [SpeculativeSpec(method="ngram")], pairs=2, threads=1
+    )
+    assert len(off) == len(ngram) == 2
+    assert min(trial.cpu_seconds for trial in off + ngram) > 0
+    row = speculation.line(2, "ngram", ngram, off)
+    assert len(row) == len(speculation.HEAD)
+    assert row[-1] == "2 of 2"
+    speculation.save_plot(tmp_path / "plot.svg", {"templated": {"ngram": {2: speculation.ratios(ngram, off)}}})
+    assert "templated" in (tmp_path / "plot.svg").read_text()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 
 from batchrun.engine.blocks import BlockPool
 from batchrun.engine.executor import Executor
-from batchrun.engine.request import Request, noise_key
+from batchrun.engine.request import Request, Step, noise_key
 from batchrun.engine.scheduler import KVGroup, Limits, Scheduler
 from batchrun.job import KVCacheDType, Quantization
 from batchrun.model_files import resolve
@@ -22,6 +24,7 @@ from batchrun.weights.load import Loader, open_weights
 from batchrun.weights.quantize import PLAIN, QUANTIZERS
 
 MAX_LEN = 256
+MAX_DRAFTS = 40  # of a step
 CPU = torch.device("cpu")
 
 
@@ -79,6 +82,7 @@ class Driver:
             block_size=block_size,
             max_num_seqs=max_num_seqs,
             max_model_len=MAX_LEN,
+            draft_rows=MAX_DRAFTS,
         )
         self.executor.allocate(n_blocks)
         groups = [KVGroup(window) for window in decoder.windows]
@@ -86,8 +90,16 @@ class Driver:
         self.scheduler = Scheduler(groups, [BlockPool(n_blocks, block_size) for _ in groups], limits)
         self.overlap = overlap
 
-    def run(self, requests: Sequence[Request], disturb: Callable[[int, Scheduler], None] | None = None) -> None:
-        """Run requests to their end; ``disturb(step number, scheduler)`` is called before each step is scheduled."""
+    def run(
+        self,
+        requests: Sequence[Request],
+        disturb: Callable[[int, Scheduler], None] | None = None,
+        guess: Callable[[Request], list[int]] | None = None,
+    ) -> None:
+        """Run requests to their end; ``disturb(step number, scheduler)`` is called before each step is scheduled.
+
+        Rows of requests whose tokens are known verify what ``guess`` has for them.
+        """
         scheduler = self.scheduler
         for each in requests:
             scheduler.add(each)
@@ -100,6 +112,8 @@ class Driver:
             step = scheduler.schedule()
             self.check()
             launched = None
+            if step is not None and guess is not None:
+                add_guesses(step, scheduler, guess)
             if step is not None:
                 launched = (step, self.executor.launch(step))
                 if not self.overlap:
@@ -128,3 +142,22 @@ class Driver:
             self.close()
         else:
             self.executor.close()
+
+
+def add_guesses(step: Step, scheduler: Scheduler, guess: Callable[[Request], list[int]]) -> None:
+    """Let the rows of a step verify guesses, as far as its request's tokens are known and the budget goes."""
+    room = MAX_DRAFTS
+    for row in step.rows:
+        if row.samples and row.end == len(row.request.tokens):
+            drafts = guess(row.request)[: min(room, scheduler.limits.max_num_batched_tokens - step.n_tokens)]
+            room -= scheduler.add_drafts(row, len(drafts), drafts)
+
+
+def guesses(answers: Mapping[Any, Sequence[int]], rng: random.Random, most: int = 6) -> Callable[[Request], list[int]]:
+    """Guesses of any length up to ``most`` of what follows, right and wrong ones; ``answers``: by a request's key."""
+
+    def guess(request: Request) -> list[int]:
+        follows = answers[request.key][request.n_output :][: rng.randrange(most + 1)]
+        return [token if rng.random() < 0.8 else rng.randrange(256) for token in follows]
+
+    return guess

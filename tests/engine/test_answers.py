@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from batchrun.engine.scheduler import Scheduler
 from batchrun.sampling import SamplingParams
-from tests.engine.driver import Driver, load_decoder, request
+from tests.engine.driver import Driver, guesses, load_decoder, request
 from tests.models import FAMILIES, greedy_with, save_model
 
 NEW_TOKENS = 12
@@ -77,7 +77,10 @@ def test_every_family_answers_as_transformers_does(model: Model, prefix_caching:
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_no_shape_or_disturbance_changes_an_answer(models: dict[str, Model], data: st.DataObject) -> None:
-    """Pool size, block size, budget, prefix cache, overlap and forced preemption, over three kinds of KV groups."""
+    """Pool size, block size, budget, prefix cache, overlap, drafts right and wrong, and forced preemption.
+
+    Over three kinds of KV groups.
+    """
     model = models[data.draw(st.sampled_from(sorted(models)), "model")]
     block_size = data.draw(st.sampled_from([2, 4, 8, 16]), "block size")
     chosen = data.draw(st.lists(st.sampled_from(prompts()), min_size=1, max_size=12), "prompts")
@@ -99,8 +102,13 @@ def test_no_shape_or_disturbance_changes_an_answer(models: dict[str, Model], dat
             scheduler.preempt_newest()
 
     requests = [request(index, prompt, GREEDY) for index, prompt in enumerate(chosen)]
+    guess = None
+    if data.draw(st.booleans(), "drafts"):
+        guess = guesses(
+            dict(enumerate(map(model.answer, chosen))), random.Random(data.draw(st.integers(0, 99), "seed"))
+        )
     with driver:
-        driver.run(requests, disturb)
+        driver.run(requests, disturb, guess)
     for each in requests:
         assert each.output_ids == model.answer(each.tokens[: each.n_prompt])
 

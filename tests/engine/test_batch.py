@@ -22,7 +22,9 @@ from batchrun.ops.attention_batch import no_plan
 from batchrun.sampling import SamplingParams
 from tests.engine.driver import CPU, load_decoder, request
 
-GROUPS = Groups([None], 0, lambda *batch, **shape: no_plan(*batch, **shape, group=1, head_dim=16, dtype=torch.float32))
+GROUPS = Groups(
+    [None], 0, lambda *batch, **shape: no_plan(*batch, **shape, group=1, head_dim=16, dtype=torch.float32), [0]
+)
 
 
 @dataclass(frozen=True)

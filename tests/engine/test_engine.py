@@ -15,6 +15,7 @@ import transformers
 from batchrun import Engine, SamplingParams
 from batchrun.engine import memory
 from batchrun.errors import JobError
+from batchrun.job import SpeculativeSpec
 from tests.models import greedy_with, save_model
 
 
@@ -227,6 +228,20 @@ def test_options_and_models_that_cannot_work_are_refused(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(JobError, match=r"engine\.device: cuda cannot be used: PyTorch .* newer NVIDIA driver"):
         Engine(str(tiny_model), device="cuda")
+
+
+def test_speculation_is_configured_by_a_mapping(tiny_model: Path) -> None:
+    engine = Engine(str(tiny_model), speculative_config={"method": "ngram", "num_speculative_tokens": 3})
+    engine.close()
+    assert engine.spec.speculative_config == SpeculativeSpec(method="ngram", num_speculative_tokens=3)
+    for config, message in (
+        ({"metod": "ngram"}, "speculative_config.metod: unknown parameter; did you mean method?"),
+        ({"method": "draft_model"}, "speculative_config: method draft_model needs model"),
+        ({"num_speculative_tokens": 0}, "speculative_config.num_speculative_tokens: must be at least 1 or auto, not 0"),
+        ("ngram", "speculative_config: must be a mapping, not 'ngram'"),
+    ):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+            Engine(str(tiny_model), speculative_config=config)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])

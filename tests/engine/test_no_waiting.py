@@ -16,7 +16,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from batchrun.engine.executor import Executor, largest_step
 from batchrun.engine.graphs import DecodeGraphs
-from batchrun.engine.request import Step, StepRow
+from batchrun.engine.request import Request, Step, StepRow
+from batchrun.engine.speculation.draft_model import DraftModel
 from batchrun.job import Quantization
 from batchrun.kernels.cpu.build import BuildError, find_compiler
 from batchrun.model_files import resolve
@@ -88,12 +89,13 @@ def run(path: Path, ops: ModuleType, steps: Sequence[Step], quantization: Quanti
         quantize = QUANTIZERS.get(quantization, PLAIN)
         decoder = Decoder(config, Loader(open_weights(files), torch.bfloat16, CUDA, ops.pack, quantize), ops, 64)
         sizes = {"block_size": 8, "max_num_seqs": 16, "max_model_len": 64}
-        executor = Executor(decoder, device=CUDA, **sizes)
+        draft_model = DraftModel(decoder, CUDA, config.vocab_size)
+        executor = Executor(decoder, device=CUDA, draft_model=draft_model, draft_rows=16, **sizes)
         executor.allocate(32)
     for step in steps:
         laid_out = executor._laid_out(step)
         with fake:
-            executor._run(*laid_out)
+            executor._run(laid_out)
 
 
 def steps() -> list[Step]:
@@ -102,13 +104,23 @@ def steps() -> list[Step]:
     scored = running(12, params=SamplingParams(max_tokens=2, temperature=0, prompt_logprobs=3))
     mixed = [StepRow(plain[0], 0, 5, True, 0), StepRow(sampled[1], 4, 13, True, 0), StepRow(plain[2], 8, 4, False, 0)]
     return [
-        largest_step(4, 64, 21, 8, 1),
+        largest_step(4, 64, 21, 8, 1, drafts=9),
+        verifying(plain[0], (7, 8)),
+        verifying(sampled[1], ()),
         Step(mixed, [plain[0], sampled[1]]),
         Step([StepRow(plain[2], 0, 8, False, 0)], [plain[2]]),
         Step([StepRow(scored[0], 0, 12, True, 0)], [scored[0]]),
         decoding(plain),
         decoding(sampled),
     ]
+
+
+def verifying(each: Request, drafts: tuple[int, ...]) -> Step:
+    """A request's newest token and two drafts, which are the host's, or made by the draft model in two rounds."""
+    known = len(each.tokens)
+    rounds = [Step([StepRow(each, 0, known, True, 0)], []), Step([StepRow(each, known, 1, True, 0)], [])]
+    row = StepRow(each, known - 1, 3, True, 0, n_drafts=2, drafts=drafts)
+    return Step([row], [], [] if drafts else rounds)
 
 
 @pytest.mark.parametrize("ops", [triton_ops, fixed_triton_ops], ids=["triton", "fixed_triton"])

@@ -21,7 +21,7 @@ from batchrun.ops.noise import gumbel, philox
 from batchrun.sampling import SamplingParams
 from batchrun.weights.formats import Dense, Weight
 from batchrun.weights.quantize import to_int4, to_int8
-from tests.engine.driver import Driver, load_decoder, request
+from tests.engine.driver import Driver, guesses, load_decoder, request
 from tests.marks import needs_kernels
 from tests.models import save_model
 
@@ -177,6 +177,13 @@ def runs(
         again = request(fresh.key, fresh.tokens, fresh.params, tokens[:kept])
         resumed.append((again, logprobs[:kept]))
     outcomes = run([each for each, _ in resumed])
+    answers = {key: tokens for key, (tokens, _) in results["whole"].items()}
+    for overlap in (False, True):
+        drafted = make_requests(count)
+        with Driver(decoder, max_num_seqs=9, overlap=overlap, n_blocks=80) as driver:
+            driver.run(drafted, guess=guesses(answers, random.Random(3)))
+        assert driver.scheduler.counters.steps < 4 * count
+        results[f"drafted, overlap {overlap}"] = outcome(drafted)
     results["resumed"] = {
         each.key: (outcomes[each.key][0], [*before, *outcomes[each.key][1]]) for each, before in resumed
     }
