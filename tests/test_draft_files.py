@@ -115,7 +115,7 @@ def test_a_job_is_checked_with_its_draft_model(tmp_path: Path, tiny_model: Path)
     path = write_job(tmp_path, tiny_model, [{"id": 1, "text": "a"}], engine=speculation)
     checked = preflight(load_job(path))
     assert checked.draft is not None
-    assert f"draft    {draft} (blake2b:" in checked.describe()
+    assert f"drafts   {draft} (blake2b:" in checked.describe()
     swapped(draft)
     with pytest.raises(JobError) as caught:
         preflight(load_job(path, [f"output.path={path}/out"]))
