@@ -85,13 +85,13 @@ def test_a_batch_filled_up_for_a_graph_gives_the_same_logits(tiny_model: Path, m
         executor = driver.executor
         run_step = executor._run
 
-        def run_twice(batch, filled):  # type: ignore[no-untyped-def]
-            if takes(batch):
+        def run_twice(step):  # type: ignore[no-untyped-def]
+            if takes(batch := step.batch):
                 with torch.inference_mode():
                     more = executor._decode(fill(batch, 7, triton_ops.fill_plan))[: len(batch.token_rows)].clone()
                     torch.testing.assert_close(more, executor._decode(batch), rtol=1e-5, atol=1e-5)
                 compared.append(len(more))
-            return run_step(batch, filled)
+            return run_step(step)
 
         monkeypatch.setattr(executor, "_run", run_twice)
         driver.run(requests()[:3])
