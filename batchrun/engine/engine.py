@@ -159,7 +159,7 @@ class Engine:
         n_blocks = self._allocate(limits, memory.pool_bytes_per_token(self.files, dtype, decoder.kv_cache_dtype, draft))
         groups = [KVGroup(window) for window in decoder.windows]
         self.scheduler = Scheduler(groups, [BlockPool(n_blocks, spec.block_size) for _ in groups], limits)
-        costs = draft_costs(draft, drafting, self.files, self.model_spec, dtype) if draft else None
+        costs = draft_costs(draft, drafting, self.files, self.model_spec, dtype, device) if draft else None
         self._speculator = open_speculator(drafting, self.scheduler, self.step_times, draft_rows, costs)
 
     def _allocate(self, limits: Limits, bytes_per_token: int) -> int:
@@ -285,7 +285,7 @@ class Engine:
 
     def abort(self) -> None:
         """Drop every request that has not finished."""
-        live, self._in_flight = self._in_flight, None
+        live, self._in_flight, self._finished = self._in_flight, None, []
         if live is not None:
             live.output.exception()  # waits; what it did no longer matters
         for request in self.unfinished():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from batchrun.engine.memory import DTYPE_BYTES, context_length, weight_bytes
+from batchrun.engine.memory import DTYPE_BYTES, Device, context_length, weight_bytes
 from batchrun.engine.speculation.draft_model import DraftModel
 from batchrun.engine.speculation.speculator import DraftCosts
 from batchrun.errors import JobError
@@ -53,12 +53,12 @@ def load_draft_model(files: ModelFiles, spec: SpeculativeSpec, target: Decoder, 
 
 
 def draft_costs(
-    draft: ModelFiles, spec: SpeculativeSpec, target: ModelFiles, model: ModelSpec, dtype: str
+    draft: ModelFiles, spec: SpeculativeSpec, target: ModelFiles, model: ModelSpec, dtype: str, device: Device
 ) -> DraftCosts:
     """What the draft model takes, a step of it being to one of the target as their weights are."""
     width = DTYPE_BYTES[dtype]
-    own = weight_bytes(draft, width, spec.quantization, "cpu")
+    own = weight_bytes(draft, width, spec.quantization, device)
     return DraftCosts(
-        step=own / max(1, weight_bytes(target, width, model.quantization, "cpu")),
+        step=own / max(1, weight_bytes(target, width, model.quantization, device)),
         context=context_length(draft.config),
     )

@@ -381,7 +381,10 @@ def test_a_prompt_longer_than_a_step_is_drafted_for_in_the_end(path: Path, monke
     assert sum(stats.accepted) > 0.99 * sum(stats.drafted) > 40
 
 
-def test_what_finished_before_a_step_failed_is_returned(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("aborted", [False, True])
+def test_what_finished_before_a_step_failed_is_returned_once(
+    path: Path, aborted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(speculator, "Controller", Always)
     engine = Engine(str(path), device="cpu", dtype="float32", max_model_len=64)
     for key, count in enumerate((1, 9)):
@@ -390,5 +393,8 @@ def test_what_finished_before_a_step_failed_is_returned(path: Path, monkeypatch:
     monkeypatch.setattr(engine.executor, "launch", lambda step: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         engine.step()
-    assert [each.key for each in engine.drain()] == [0]
+    if aborted:
+        engine.abort()
+    assert [each.key for each in engine.drain()] == ([] if aborted else [0])
+    assert engine.drain() == []
     engine.close()

@@ -34,7 +34,7 @@ class Record:
 
 
 class Offer(NamedTuple):
-    """Drafts that there are for a request: how many, and how good their ground is (any scale that grows with it)."""
+    """Drafts that there are for a request: how many, and how good their ground is, from 0 to 8."""
 
     record: Record
     length: int
