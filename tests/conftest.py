@@ -17,6 +17,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the workers are the parallelism
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that wait for Slurm come first: at the end, the other workers would wait for theirs."""
+    items.sort(key=lambda item: "slurm" not in getattr(item, "fixturenames", ()))
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of a random three-layer Llama with a byte-level tokenizer."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from batchrun.errors import JobError
 from batchrun.model_files import ModelFiles, resolve
 from batchrun.tokenization.tokenizer import Tokenizer
 from batchrun.weights.write import write_directory
-from tests.engine.drafting import answers_under_drafts
+from tests.engine.drafting import Run, answers_under_drafts
 from tests.models import greedy_with
 
 pytestmark = pytest.mark.slow
@@ -162,17 +162,27 @@ def draft(files: ModelFiles, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def answered(files: ModelFiles, chats: list[list[int]]) -> Callable[[dict[str, Any]], Run]:
+    """The answers to ``chats`` under a ``speculative_config``."""
+    params = [SamplingParams(**SETTINGS[index % 4], seed=index, max_tokens=20) for index in range(len(chats))]
+    options: dict[str, Any] = {"dtype": "bfloat16", "quantization": "dequantize", "reproducible": True}
+    options |= {"max_num_seqs": 32, "max_model_len": 1024, "kv_cache_memory": "160MiB"}
+    return lambda config: answers_under_drafts(files, chats, params, config, **options)
+
+
+@pytest.fixture(scope="module")
+def undrafted(answered: Callable[[dict[str, Any]], Run]) -> list[tuple[object, ...]]:
+    return answered({"method": "off"})[0]
+
+
 @pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model"])
 def test_no_drafter_moves_a_bit_of_a_real_model(
-    files: ModelFiles, chats: list[list[int]], draft: Path, method: str, monkeypatch: pytest.MonkeyPatch
+    answered: Callable[[dict[str, Any]], Run], undrafted: list[tuple[object, ...]], draft: Path, method: str
 ) -> None:
     config = {"method": method, **({"model": str(draft), "quantization": "int4"} if method == "draft_model" else {})}
-    params = [SamplingParams(**SETTINGS[index % 4], seed=index, max_tokens=20) for index in range(len(chats))]
-    options = {"dtype": "bfloat16", "quantization": "dequantize", "reproducible": True, "max_num_seqs": 32}
-    options |= {"max_model_len": 1024, "kv_cache_memory": "160MiB"}
-    plain, _ = answers_under_drafts(files, chats, params, monkeypatch, {"method": "off"}, **options)
-    drafted, stats = answers_under_drafts(files, chats, params, monkeypatch, config, **options)
-    assert drafted == plain
+    drafted, stats = answered(config)
+    assert drafted == undrafted
     assert stats is not None
     print(f"{method}: {stats.tokens_per_forward} tokens of a forward pass, accepted {stats.acceptance}")
     assert stats.forwards > 500

@@ -1,6 +1,6 @@
 """Tokens/s of each form of the linear layers by number of concurrent rows: ``python -m tests.bench.forms FILE``.
 
-A cell is measured by one engine for each form of ``model.quantization``, all loaded before, in passes that take turns;
+A cell is measured in passes that take turns, each of a freshly made engine under one form of ``model.quantization``;
 the ratios are of paired passes, to plain numbers. What `auto` chooses for so many rows is printed beside them, and how
 the pairs of that choice and of the fastest form compare.
 """
@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import closing
 from itertools import chain
 from pathlib import Path
 from statistics import median
 
 from batchrun.bench.engine_side import EngineSide
-from batchrun.bench.report import Measured
 from batchrun.bench.workload import Workload, bench_job, read_workload
-from batchrun.engine.fastest_form import fastest
 from batchrun.engine.memory import resolve_max_model_len
 from batchrun.job import EngineSpec, ModelSpec, Quantization, SpeculativeSpec
 from batchrun.model_files import ModelFiles, resolve
@@ -26,32 +24,40 @@ from tests.bench.scale import kv_memory, print_row, unshared_prompts, with_inter
 
 PLAIN: Quantization = "dequantize"
 FORMS: tuple[Quantization, ...] = (PLAIN, "int8", "none")  # the demo's model is stored in 4 bits
-_PROMPT, _NEW = 48, 32  # tokens
+_PROMPT = 48  # tokens
+_NEW, _NEW_TOGETHER = 32, 128  # tokens of each row, and of all rows, at least
+
+Rates = dict[Quantization, list[float]]  # output tokens per second, of each pass
 
 
 def measure_cell(
     rows: int, text: Sequence[int], files: ModelFiles, model: ModelSpec, pairs: int
-) -> dict[Quantization, Measured]:
-    """Passes of engines that run so many rows at once, by turns in an order that is drawn for each round."""
-    longest = resolve_max_model_len(files.config, model)
-    workload = Workload(list(unshared_prompts(text, rows, _PROMPT)), [_NEW] * rows, longest)
-    memory = kv_memory(files, model, rows, _PROMPT + _NEW)
-    off = SpeculativeSpec(method="off")  # later passes would draft what earlier ones generated
+) -> tuple[Quantization, Rates]:
+    """What `auto` chooses for so many rows at once, and passes of each form, in an order that is drawn for each round.
+
+    There is one engine at a time: OpenMP's workers sleep between operations where there are more than processors.
+    """
+    longest, new = resolve_max_model_len(files.config, model), max(_NEW, _NEW_TOGETHER // rows)
+    workload = Workload(list(unshared_prompts(text, rows, _PROMPT)), [new] * rows, longest)
+    memory = kv_memory(files, model, rows, _PROMPT + new)
+    off = SpeculativeSpec(method="off")  # forms are compared, and drafts pay for some more than for others
     spec = EngineSpec(device="cpu", max_num_seqs=rows, kv_cache_memory=memory, speculative_config=off)
-    with ExitStack() as stack:
-        measured = {}
-        for form in FORMS:
-            side = EngineSide(files, model.model_copy(update={"quantization": form}), spec, workload)
-            stack.callback(side.close)
-            measured[form] = Measured(side)
-            side.run()  # does not count
-        for each in chain.from_iterable(random.sample(list(measured.values()), len(FORMS)) for _ in range(pairs)):
-            each.passes.append(each.side.run())
-    return measured
+
+    def side(form: Quantization) -> EngineSide:
+        return EngineSide(files, model.model_copy(update={"quantization": form}), spec, workload)
+
+    with closing(side("auto")) as automatic:
+        chosen = automatic.engine.model_spec.quantization
+    rates: Rates = {form: [] for form in FORMS}
+    for form in chain.from_iterable(random.sample(FORMS, len(FORMS)) for _ in range(pairs)):
+        with closing(side(form)) as measured:
+            run = measured.run()
+        rates[form].append(run.output_tokens / run.seconds)
+    return chosen, rates
 
 
-def ratio(measured: Mapping[Quantization, Measured], form: Quantization, to: Quantization) -> str:
-    return with_interval([a / b for a, b in zip(measured[form].rates(), measured[to].rates(), strict=True)])
+def ratio(rates: Rates, form: Quantization, to: Quantization) -> str:
+    return with_interval([a / b for a, b in zip(rates[form], rates[to], strict=True)])
 
 
 def main() -> None:
@@ -71,15 +77,14 @@ def main() -> None:
     print_row(["rows", *(f"{form} tok/s" for form in FORMS), *ratios, "auto", "auto / fastest"])
     print_row(["---"] * (4 + len(FORMS) + len(ratios) - 1))
     for rows in args.rows or (1, 16, 64, 256):
-        chosen = fastest(files, model, EngineSpec(max_num_seqs=rows), "cpu", args.dtype).form
-        measured = measure_cell(rows, text, files, model, args.pairs)
-        rates = {form: median(each.rates()) for form, each in measured.items()}
-        best = max(rates, key=lambda form: rates[form])
+        chosen, rates = measure_cell(rows, text, files, model, args.pairs)
+        middle = {form: median(rates[form]) for form in FORMS}
+        best = max(FORMS, key=lambda form: middle[form])
         print_row(
             [str(rows)]
-            + [f"{rates[form]:,.1f}" for form in FORMS]
-            + [ratio(measured, form, PLAIN) for form in FORMS if form != PLAIN]
-            + [chosen, ratio(measured, chosen, best) if chosen != best else "the fastest"]
+            + [f"{middle[form]:,.1f}" for form in FORMS]
+            + [ratio(rates, form, PLAIN) for form in FORMS if form != PLAIN]
+            + [chosen, ratio(rates, chosen, best) if chosen != best else "the fastest"]
         )
 
 

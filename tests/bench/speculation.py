@@ -46,7 +46,6 @@ HEAD = (
     "CPU time",
     "same output",
 )
-_ROWS = 256  # of the templated workload
 _SEED = 7
 _LEAST_ROWS, _TURNS = 16, 2  # of a pass: so many, or so often as many as run at once
 
@@ -107,7 +106,7 @@ def sentence(fields: dict[str, str]) -> str:
     )
 
 
-def templated(tokenizer: Tokenizer, max_model_len: int, count: int = _ROWS, temperature: float = 0.0) -> Rows:
+def templated(tokenizer: Tokenizer, max_model_len: int, count: int, temperature: float = 0.0) -> Rows:
     """``count`` records as prompts, each with three others before it that are answered; the same ones every time."""
     draw = random.Random(_SEED)
     shots = [record(draw) for _ in range(3)]
@@ -219,13 +218,18 @@ def save_plot(path: Path, measured: Mapping[str, Ratios]) -> None:
     figure.savefig(path)
 
 
+def pass_rows(at_once: int, args: argparse.Namespace) -> int:
+    count: int = args.pass_rows or max(_LEAST_ROWS, _TURNS * at_once)
+    return count
+
+
 def show(
     rows: Rows, methods: dict[str, SpeculativeSpec], files: ModelFiles, model: ModelSpec, args: argparse.Namespace
 ) -> Ratios:
     """Measure all cells of one workload, printing each."""
     found: Ratios = {method: {} for method in methods}
-    for at_once in args.rows or (1, 4, 16, 64, 256):
-        workload = rows.first(args.pass_rows or max(_LEAST_ROWS, _TURNS * at_once))
+    for at_once in args.rows:
+        workload = rows.first(pass_rows(at_once, args))
         specs = list(methods.values())
         off, *others = measure_cell(at_once, workload, files, model, specs, pairs=args.pairs, threads=args.threads)
         print_row([rows.name, *line(at_once, "off", off, off)])
@@ -246,7 +250,9 @@ def main() -> None:
     )
     files = resolve(model.name_or_path)
     longest = resolve_max_model_len(files.config, model)
-    loads = [templated(Tokenizer.load(files), longest, temperature=args.temperature)]
+    args.rows = args.rows or [1, 4, 16, 64, 256]
+    most = max(pass_rows(at_once, args) for at_once in args.rows)
+    loads = [templated(Tokenizer.load(files), longest, most, args.temperature)]
     if args.file is not None:
         job = bench_job(args.file, (), args.model)
         free = read_workload(job, files, longest, limit=None, temperature=args.temperature, top_p=1)

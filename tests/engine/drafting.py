@@ -39,24 +39,24 @@ def answers_under_drafts(
     model: str | ModelFiles,
     prompts: Sequence[list[int]],
     params: Sequence[SamplingParams],
-    monkeypatch: pytest.MonkeyPatch,
     config: dict[str, Any],
     **options: Any,
 ) -> Run:
     """All of the answers, and what drafts brought. Every fifth step a request is set back."""
-    monkeypatch.setattr(speculator, "Controller", Always)
-    engine = Engine(model, device="cpu", speculative_config=config, **options)
-    schedule = engine.scheduler.schedule
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(speculator, "Controller", Always)
+        engine = Engine(model, device="cpu", speculative_config=config, **options)
+        schedule = engine.scheduler.schedule
 
-    def set_back_and_schedule() -> Step | None:
-        if engine.scheduler.counters.steps % 5 == 3:
-            engine.scheduler.preempt_newest()
-        return schedule()
+        def set_back_and_schedule() -> Step | None:
+            if engine.scheduler.counters.steps % 5 == 3:
+                engine.scheduler.preempt_newest()
+            return schedule()
 
-    monkeypatch.setattr(engine.scheduler, "schedule", set_back_and_schedule)
-    results = sorted(engine.generate(prompts, params), key=lambda result: result.index)
-    stats, counters = engine.speculation_stats(), engine.scheduler.counters
-    assert all(pool.n_free == pool.n_usable for pool in engine.scheduler.pools)
-    assert counters.cached_tokens > 0 < counters.preemptions
-    engine.close()
+        patch.setattr(engine.scheduler, "schedule", set_back_and_schedule)
+        results = sorted(engine.generate(prompts, params), key=lambda result: result.index)
+        stats, counters = engine.speculation_stats(), engine.scheduler.counters
+        assert all(pool.n_free == pool.n_usable for pool in engine.scheduler.pools)
+        assert counters.cached_tokens > 0 < counters.preemptions
+        engine.close()
     return [(each.token_ids, each.logprobs, each.prompt_logprobs, each.finish_reason) for each in results], stats

@@ -265,11 +265,11 @@ def prompts() -> list[list[int]]:
     return [[token for _ in range(rng.randrange(1, 9)) for token in rng.choice(phrases)] for _ in range(128)]
 
 
-def run(model: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], **options: Any) -> Run:
+def run(model: Path, config: dict[str, Any], **options: Any) -> Run:
     params = [PARAMS[index % 4].override({"seed": index, "max_tokens": 24}) for index in range(128)]
     shape: dict[str, Any] = {"max_model_len": 160, "max_num_seqs": 24, "max_num_batched_tokens": 96, "block_size": 8}
     shape |= {"kv_cache_memory": "400KiB"}
-    return answers_under_drafts(str(model), prompts(), params, monkeypatch, config, **shape | options)
+    return answers_under_drafts(str(model), prompts(), params, config, **shape | options)
 
 
 CONFIGS = [{"method": "ngram"}, {"method": "suffix"}, {"method": "draft_model", "num_speculative_tokens": 4}]
@@ -277,23 +277,21 @@ CONFIGS = [{"method": "ngram"}, {"method": "suffix"}, {"method": "draft_model", 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config["method"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_no_drafter_moves_a_bit(
-    path: Path, tmp_path: Path, config: dict[str, Any], dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_drafter_moves_a_bit(path: Path, tmp_path: Path, config: dict[str, Any], dtype: str) -> None:
     if config["method"] == "draft_model":
         config = {**config, "model": str(save_model(tmp_path / "draft", initializer_range=0.05, layers=1))}
-    plain, nothing = run(path, monkeypatch, {"method": "off"}, dtype=dtype, reproducible=True)
-    drafted, stats = run(path, monkeypatch, config, dtype=dtype, reproducible=True)
+    plain, nothing = run(path, {"method": "off"}, dtype=dtype, reproducible=True)
+    drafted, stats = run(path, config, dtype=dtype, reproducible=True)
     assert drafted == plain
     assert nothing is None
     assert stats is not None
     assert stats.forwards > 100
 
 
-def test_a_model_that_drafts_for_itself_is_always_right(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_drafts_for_itself_is_always_right(path: Path) -> None:
     """The draft model samples with the target's noise, penalties and positions, from keys and values that hold."""
     config = {"method": "draft_model", "model": str(path), "num_speculative_tokens": 5}
-    _, stats = run(path, monkeypatch, config, dtype="float32")
+    _, stats = run(path, config, dtype="float32")
     assert stats is not None
     assert sum(stats.drafted) > 1000
     assert sum(stats.accepted) > 0.99 * sum(stats.drafted)  # but where rounding decides
@@ -334,16 +332,14 @@ def test_while_drafts_do_not_pay_steps_are_those_of_off(path: Path, monkeypatch:
     assert layouts["suffix"] == layouts["off"]
 
 
-def test_a_draft_model_of_another_vocabulary_and_a_shorter_context(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_model_of_another_vocabulary_and_a_shorter_context(path: Path, tmp_path: Path) -> None:
     """Padding of the vocabulary may differ, in both directions; prompts may be longer than a step or its context."""
     for size in (262, VOCAB_SIZE + 40):
         draft = save_model(tmp_path / str(size), initializer_range=0.05, layers=1, vocab_size=size)
         config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
         options = {"dtype": "float32", "reproducible": True, "max_num_batched_tokens": 32}
-        plain, _ = run(path, monkeypatch, {"method": "off"}, **options)
-        drafted, stats = run(path, monkeypatch, config, **options)
+        plain, _ = run(path, {"method": "off"}, **options)
+        drafted, stats = run(path, config, **options)
         assert drafted == plain
         assert stats is not None
         assert stats.forwards > 100

@@ -62,7 +62,7 @@ def sanitizer() -> str | None:
 @pytest.mark.skipif(sanitizer() is None, reason="no compiler with an address sanitizer")
 def test_addresses_and_undefined_behaviour(tmp_path: Path) -> None:
     options = {"LD_PRELOAD": str(sanitizer()), "ASAN_OPTIONS": "detect_leaks=0"}  # Python's own
-    run_tests("-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all", tmp_path, **options)
+    run_tests("-O0 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all", tmp_path, **options)
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names x86 processors")

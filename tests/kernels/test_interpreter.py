@@ -66,35 +66,62 @@ FAULTS = {
 }
 
 
-def check(path: Path, *options: str, root: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    python_path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", str(path), "-q", "-p", "no:cacheprovider", *options],
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": python_path},
-        cwd=root,
-        capture_output=True,
-        text=True,
-    )
+# What all runs import is imported once: for each line of its input, a folder and pytest's arguments, a fork runs pytest
+# there, its output in the file `log`, and the fork's exit code is printed.
+SERVER = """
+import os, sys
+import hypothesis, numpy, pydantic, pytest, torch, triton
+for line in sys.stdin:
+    folder, *arguments = line.rstrip("\\n").split("\\t")
+    if not (fork := os.fork()):
+        os.chdir(folder)
+        sys.path.insert(0, folder)
+        os.dup2(os.open("log", os.O_WRONLY | os.O_CREAT), 1)
+        code = pytest.main(arguments)
+        sys.stdout.flush()
+        os._exit(code)
+    print(os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]), flush=True)
+"""
 
 
 @pytest.mark.parametrize("path", CHECKS, ids=lambda path: path.stem)
 def test_interpreted(path: Path) -> None:
-    result = check(path)
+    python_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", str(path), "-q", "-p", "no:cacheprovider"],
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": python_path},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     how = f"killed by signal {-result.returncode}: out of bounds?" if result.returncode < 0 else "failed"
     assert result.returncode == 0, f"{path.name} {how}\n{result.stdout[-8000:]}\n{result.stderr[-2000:]}"
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_seen(fault: str, tmp_path: Path) -> None:
+def plant(fault: str, folder: Path) -> str:
+    """Write the kernels with a fault, and their checks, into ``folder``; returns the line that runs those to fail."""
     file, text, faulty, name, selected = FAULTS[fault]
-    shutil.copytree(ROOT / "batchrun", tmp_path / "batchrun", ignore=shutil.ignore_patterns("kernels", "__pycache__"))
-    shutil.copytree(ROOT / "kernels", tmp_path / "batchrun" / "kernels")
-    path = tmp_path / f"check_{name}.py"
-    shutil.copy(ROOT / "tests" / "kernels" / "interpreted" / path.name, path)
-    kernel = tmp_path / "batchrun" / "kernels" / "gpu" / file
+    shutil.copytree(ROOT / "batchrun", folder / "batchrun", ignore=shutil.ignore_patterns("kernels", "__pycache__"))
+    shutil.copytree(ROOT / "kernels", folder / "batchrun" / "kernels")
+    shutil.copy(ROOT / "tests" / "kernels" / "interpreted" / f"check_{name}.py", folder)
+    kernel = folder / "batchrun" / "kernels" / "gpu" / file
     source = kernel.read_text(encoding="utf-8")
     assert text in source
     kernel.write_text(source.replace(text, faulty), encoding="utf-8")
-    result = check(path, "-x", "-k", selected, root=tmp_path)
-    assert result.returncode == 1 or result.returncode < 0, result.stdout[-4000:]
-    assert result.returncode < 0 or "1 failed" in result.stdout
+    return "\t".join([str(folder), f"check_{name}.py", "-q", "-x", "-p", "no:cacheprovider", "-k", selected])
+
+
+@pytest.mark.parametrize("name", sorted({name for _, _, _, name, _ in FAULTS.values()}))
+def test_planted_faults_are_seen(name: str, tmp_path: Path) -> None:
+    faults = [fault for fault in FAULTS if FAULTS[fault][3] == name]
+    folders = [tmp_path / str(number) for number in range(len(faults))]
+    lines = [plant(fault, folder) for fault, folder in zip(faults, folders, strict=True)]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-c", SERVER]
+    served = subprocess.run(
+        command, env=environment, input="\n".join(lines), capture_output=True, text=True, check=True
+    )
+    for fault, folder, code in zip(faults, folders, map(int, served.stdout.split()), strict=True):
+        log = (folder / "log").read_text(encoding="utf-8")
+        assert code == 1 or code < 0, f"{fault}: {log[-4000:]}"
+        assert code < 0 or "1 failed" in log, fault
