@@ -162,7 +162,7 @@ def test_exclusive_creates_have_one_winner_behind_faults(s3: S3) -> None:
 @needs_chaos
 @pytest.mark.parametrize("faults", [{"s500": 0.3}, {"slow503": 0.3}, {"reset": 0.3}, {"cut": 0.5}])
 def test_large_files_arrive_whole(s3: S3, tmp_path: Path, faults: dict[str, float]) -> None:
-    content = os.urandom(1 << 20) * 37
+    content = os.urandom(1 << 20) * 21  # two parts
     url = s3.fresh()
     with chaos(s3, 5, **faults) as faulty:
         store = opened(faulty, url)
@@ -178,7 +178,7 @@ def test_large_files_arrive_whole(s3: S3, tmp_path: Path, faults: dict[str, floa
 
 @needs_chaos
 def test_upload_whose_completion_got_no_reply_is_whole(s3: S3, tmp_path: Path) -> None:
-    content = os.urandom(1 << 20) * 37
+    content = os.urandom(1 << 20) * 21  # two parts
     with chaos(s3, 2, **{"after-put-reset": 0.25}) as faulty:
         for attempt in range(3):
             store = opened(faulty, s3.fresh())

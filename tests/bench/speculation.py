@@ -196,6 +196,7 @@ def drafting(trials: Sequence[Trial]) -> list[str]:
 
 def save_plot(path: Path, measured: Mapping[str, Ratios]) -> None:
     """Draw the ratios of each workload into a panel of its own."""
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5.5 * len(measured), 4), layout="constrained")
@@ -215,7 +216,8 @@ def save_plot(path: Path, measured: Mapping[str, Ratios]) -> None:
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("output tokens/s, ratio to speculation off")
     panels[0].legend()
-    figure.savefig(path)
+    with rc_context({"svg.fonttype": "none"}):
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def pass_rows(at_once: int, args: argparse.Namespace) -> int:

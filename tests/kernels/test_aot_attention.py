@@ -104,7 +104,7 @@ CASES = [
     for head_dim in (64, 128, 256)
     for features in (False, True)
     if not (arch == 80 and lines * head_dim > 64 * 256)
-    if not (features and (lines == 64 or head_dim == 64))
+    if not (features and (lines == 64 or head_dim == 64 or (head_dim == 256 and arch != 90)))
 ]
 CASES += [
     *(Case(90, lines, head_dim) for lines in (16, 128) for head_dim in (80, 96)),

@@ -562,6 +562,8 @@ def test_concurrent_processes_build_one_library_and_share_torchs_openmp(tmp_path
     code = """
 from pathlib import Path
 from batchrun.kernels import cpu
+from batchrun.kernels.cpu import build
+build.FLAGS += ("-O0",)  # takes less time
 assert cpu.available()
 maps = Path("/proc/self/maps")
 if maps.exists():
