@@ -185,5 +185,5 @@ def test_no_drafter_moves_a_bit_of_a_real_model(
     assert drafted == undrafted
     assert stats is not None
     print(f"{method}: {stats.tokens_per_forward} tokens of a forward pass, accepted {stats.acceptance}")
-    assert stats.forwards > 500
+    assert stats.forwards > 300
     assert sum(stats.accepted) > 100

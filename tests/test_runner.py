@@ -461,12 +461,15 @@ def test_a_run_whose_feed_is_killed_keeps_what_is_finished_and_can_go_on(
     few = {"max_num_seqs": 4}  # so that the feed still has splits to prepare
     job = write_job(tmp_path, tiny_model, rows, sampling={"max_tokens": 2}, input={"split_rows": 20}, engine=few)
 
-    def kill_children() -> None:
+    others = psutil.Process().children()  # servers of other tests
+
+    def kill_feed() -> None:
         for child in psutil.Process().children():
-            child.kill()
+            if child not in others:
+                child.kill()
 
     with monkeypatch.context() as patch:
-        at_step(patch, 3, kill_children)
+        at_step(patch, 3, kill_feed)
         result = CliRunner().invoke(main, ["submit", str(job)])
     assert result.exit_code == 75
     assert result.stderr.splitlines()[-1].startswith("Error: the process that prepares prompts (")
