@@ -421,7 +421,7 @@ def test_random_worlds(rows: Rows, scenario: Scenario) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_more_random_worlds(rows: Rows, scenario: Scenario) -> None:
-    search(scenario, rows, range(100, 130))
+    search(scenario, rows, range(100, 160))
 
 
 def test_leases_that_mean_nothing(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:

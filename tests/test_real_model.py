@@ -165,7 +165,7 @@ def draft(files: ModelFiles, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def answered(files: ModelFiles, chats: list[list[int]]) -> Callable[[dict[str, Any]], Run]:
     """The answers to ``chats`` under a ``speculative_config``."""
-    params = [SamplingParams(**SETTINGS[index % 4], seed=index, max_tokens=14) for index in range(len(chats))]
+    params = [SamplingParams(**SETTINGS[index % 4], seed=index, max_tokens=20) for index in range(len(chats))]
     options: dict[str, Any] = {"dtype": "bfloat16", "quantization": "dequantize", "reproducible": True}
     options |= {"max_num_seqs": 32, "max_model_len": 1024, "kv_cache_memory": "160MiB"}
     return lambda config: answers_under_drafts(files, chats, params, config, **options)
@@ -185,5 +185,5 @@ def test_no_drafter_moves_a_bit_of_a_real_model(
     assert drafted == undrafted
     assert stats is not None
     print(f"{method}: {stats.tokens_per_forward} tokens of a forward pass, accepted {stats.acceptance}")
-    assert stats.forwards > 300
+    assert stats.forwards > 500
     assert sum(stats.accepted) > 100

@@ -34,7 +34,7 @@ from batchrun.errors import JobError, StoppedError
 from batchrun.job import InputSpec, JobSpec
 from batchrun.observe.status import read_status
 from tests.outputs import make_job, parts_of, run_job, write_lines
-from tests.services import S3, chaos, needs_chaos
+from tests.services import CHAOS, S3, chaos, needs_chaos
 
 PROCESSES = multiprocessing.get_context("forkserver")  # a fork of this process would share connections with it
 PROCESSES.set_forkserver_preload([__name__])
@@ -209,7 +209,8 @@ def test_job_behind_faults_gives_the_same_bytes(s3: S3, folder: Path) -> None:
 def test_job_with_the_clients_own_retries(s3: S3, folder: Path) -> None:
     url = s3.fresh()
     upload(s3, folder, url)
-    with chaos(s3, 11, s500=0.05, slow503=0.05, reset=0.05) as faulty:  # a client waits long after each
+    fewer = {name: share / 2 for name, share in CHAOS.items()}  # a client waits long after each
+    with chaos(s3, 11, **fewer) as faulty:
         run_job(remote_job(folder, url, faulty.storage_options))
     assert remote_parts(s3, url) == parts_of(folder)
 
@@ -513,7 +514,7 @@ def test_kill_at_every_call_of_the_disk(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.slow
 def test_kill_at_requests_of_s3(s3: S3, folder: Path) -> None:
-    for call in itertools.count(0, 20):
+    for call in itertools.count(0, 12):
         url = s3.fresh()
         upload(s3, folder, url)
         job = remote_job(folder, url, s3.storage_options)
