@@ -15,6 +15,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the workers are the parallelism
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # where a test has more threads, idle ones are not to spin
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import time
@@ -14,10 +13,7 @@ import psutil
 from batchrun import Engine
 from batchrun.cli import main
 from batchrun.data.sink import Output
-
-# Each run is forked from a server that has imported everything and done nothing: 20 starts in place of 20 imports.
-_PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload([__name__])
+from tests.processes import PROCESSES, wait_until_ended
 
 
 def _submit(job: str, log: str, options: tuple[str, ...]) -> None:
@@ -52,7 +48,7 @@ class Run:
     """A job in a process of its own, and the log of its steps. A context manager that leaves no process behind."""
 
     def __init__(self, job: Path, log: Path, *options: str) -> None:
-        self.process = _PROCESSES.Process(target=_submit, args=(str(job), str(log), options))
+        self.process = PROCESSES.Process(target=_submit, args=(str(job), str(log), options))
         self.log = log
 
     def __enter__(self) -> Run:
@@ -73,8 +69,7 @@ class Run:
         moment = time.monotonic()
         self.process.kill()
         assert self.wait() == -signal.SIGKILL, "it had ended by itself"
-        _, orphans = psutil.wait_procs(started, timeout=20)
-        assert not orphans
+        wait_until_ended(started)
         return moment
 
     def notes(self, *kinds: str) -> list[tuple[str, float, int]]:

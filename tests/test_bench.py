@@ -6,9 +6,7 @@ import json
 import random
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from statistics import median
 
@@ -35,6 +33,7 @@ from batchrun.weights.source import open_weights
 from batchrun.weights.write import write_directory
 from tests import gguf_files
 from tests.jobs import write_rows
+from tests.processes import wait_until_ended
 
 ROWS = [{"prompt": "Hello there", "max_tokens": 6}, {"prompt": "Hello you"}, {"prompt": "A fox", "max_tokens": 600}]
 
@@ -254,11 +253,7 @@ def test_a_peer_ends_with_the_processes_that_it_started(tmp_path: Path) -> None:
     with PeerSide("vllm", python, 1) as peer:
         child = psutil.Process(int(peer.name.removeprefix("vllm ")))
         assert child.status() != psutil.STATUS_ZOMBIE
-    deadline = time.monotonic() + 5
-    with suppress(psutil.NoSuchProcess):
-        while child.status() != psutil.STATUS_ZOMBIE:  # where nobody reaps orphans
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+    wait_until_ended([child], 5)
 
 
 def test_a_peer_python_that_is_no_program(rows: Path, tiny_model: Path) -> None:

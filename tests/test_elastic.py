@@ -21,6 +21,7 @@ from batchrun.engine.engine import Engine
 from batchrun.observe.status import read_status
 from tests.jobs import output_rows, write_job, write_rows
 from tests.outputs import parts_of
+from tests.processes import wait_until_ended
 from tests.runs import Run
 
 CHECKPOINT_SECONDS = 0.5
@@ -30,6 +31,7 @@ SECTIONS: dict[str, Any] = {
     "output": {"checkpoint_seconds": CHECKPOINT_SECONDS},
     "engine": {"max_num_seqs": 4, "num_threads": 1},
 }
+QUICKLY = "engine.max_num_seqs=64"  # which changes no result
 
 
 def rows(count: int) -> list[dict[str, Any]]:
@@ -47,7 +49,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
 def whole(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str, bytes]:
     """The parts of 160 rows in one split, made by one run."""
     folder = tmp_path_factory.mktemp("whole")
-    assert run_job(load_job(write_job(folder, tiny_model, rows(160), **SECTIONS))) == 0
+    assert run_job(load_job(write_job(folder, tiny_model, rows(160), **SECTIONS), [QUICKLY])) == 0
     return parts_of(folder)
 
 
@@ -82,7 +84,7 @@ def test_of_two_local_workers_one_is_killed_and_the_other_finishes(
 def test_six_workers_come_and_go(tmp_path: Path, tiny_model: Path) -> None:
     sections = SECTIONS | {"input": {"split_rows": 7}}
     (tmp_path / "whole").mkdir()
-    assert run_job(load_job(write_job(tmp_path / "whole", tiny_model, rows(240), **sections))) == 0
+    assert run_job(load_job(write_job(tmp_path / "whole", tiny_model, rows(240), **sections), [QUICKLY])) == 0
     job = write_job(tmp_path, tiny_model, rows(240), **sections)
     for number in range(3):
         with Run(job, tmp_path / f"a{number}") as one, Run(job, tmp_path / f"b{number}") as other:
@@ -90,7 +92,8 @@ def test_six_workers_come_and_go(tmp_path: Path, tiny_model: Path) -> None:
             one.kill()
             os.kill(other.process.pid or 0, signal.SIGTERM)
             assert other.wait() == 75
-    with Run(job, tmp_path / "c") as one, Run(job, tmp_path / "d") as other:
+    quickly = ("--set", QUICKLY)
+    with Run(job, tmp_path / "c", *quickly) as one, Run(job, tmp_path / "d", *quickly) as other:
         assert (one.wait(), other.wait()) == (0, 0)
     assert parts_of(tmp_path) == parts_of(tmp_path / "whole")
     assert not Store(str(tmp_path / "out")).names(SHARES)
@@ -153,11 +156,10 @@ def test_workers_stop_with_their_supervisor(
         workers = psutil.Process(supervisor.pid).children(recursive=True)
         supervisor.send_signal(number)
         assert supervisor.wait() == (75 if number == signal.SIGTERM else -number)
-    _, left = psutil.wait_procs(workers, timeout=30)
-    assert not left
+    wait_until_ended(workers, 30)
     status = read_status(str(job))
     assert (status.state, status.workers) == ("stopped", [])
-    assert run_job(load_job(job)) == 0
+    assert run_job(load_job(job, [QUICKLY])) == 0
     assert parts_of(tmp_path) == whole
 
 

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from batchrun.data.source import Source
 from batchrun.errors import StoppedError
 from batchrun.job import InputSpec, PromptSpec, SamplingSpec
 from batchrun.model_files import ModelFiles, resolve
+from tests.processes import wait_until_ended
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +191,4 @@ def test_the_child_has_no_torch_and_ends_with_a_killed_parent(tmp_path: Path, ti
         assert not [library.path for library in child.memory_maps() if "libtorch" in library.path]
         assert child.memory_info().rss < 300 << 20
         parent.kill()
-    deadline = time.monotonic() + 10
-    while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until_ended([child], 10)

@@ -41,6 +41,7 @@ from batchrun.loop import Loop
 from batchrun.observe.status import read_status
 from tests.jobs import output_rows, write_job, write_rows
 from tests.outputs import parts_of
+from tests.processes import wait_until_ended
 
 ROWS = [{"id": f"r{i}", "text": f"row {i}", "n": i} for i in range(12)]
 GREEDY = {"temperature": 0, "max_tokens": 8}
@@ -312,8 +313,7 @@ def test_a_signal_from_outside_exits_75(tmp_path: Path, tiny_model: Path) -> Non
     assert process.returncode == 75
     assert "stopping (SIGTERM)" in told
     assert "the same command goes on from here" in told
-    psutil.wait_procs(feeds, timeout=10)
-    assert not any(feed.is_running() for feed in feeds)
+    wait_until_ended(feeds, 10)
     status = read_status(str(job))
     assert (status.state, status.workers) == ("stopped", [])
 

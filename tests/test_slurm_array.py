@@ -26,7 +26,7 @@ from tests.outputs import parts_of
 from tests.services import S3, SlurmLab
 
 TASKS = 6
-N_ROWS = 400
+N_ROWS = 160
 KILLED, REQUEUED, CANCELLED, OUT_OF_TIME, PREEMPTED = (0, 1), 2, 3, 4, 5
 CORES = sorted(os.sched_getaffinity(0))[:2]
 
@@ -37,7 +37,7 @@ def run(*arguments: object) -> Result:
 
 def make_rows() -> list[dict[str, Any]]:
     lengths = random.Random(1)
-    return [{"id": i, "text": f"row {i}", "params": {"max_tokens": lengths.randint(300, 900)}} for i in range(N_ROWS)]
+    return [{"id": i, "text": f"row {i}", "params": {"max_tokens": lengths.randint(200, 600)}} for i in range(N_ROWS)]
 
 
 def make_job(folder: Path, model: Path, source: str, output: str, **sections: Any) -> Path:
@@ -48,7 +48,7 @@ def make_job(folder: Path, model: Path, source: str, output: str, **sections: An
         model,
         [],
         model={"reproducible": True, "dtype": "float32"},
-        input={"path": source, "split_rows": 50},
+        input={"path": source, "split_rows": 20},
         sampling={"temperature": 0.8, "ignore_eos": True, "logprobs": 1, "from_column": "params"},
         **{"output": {"path": output, "checkpoint_seconds": 1.0}} | sections,
     )
@@ -85,6 +85,12 @@ class Tasks:
         worker = self.worker(task)
         assert worker is not None, f"task {task} runs no more"
         worker.send_signal(number)
+
+    def has_pending(self, task: int, number: signal.Signals) -> bool:
+        """Whether the signal waits for a stopped task to go on."""
+        worker = self.worker(task)
+        status = Path(f"/proc/{worker.pid}/status").read_text() if worker else "ShdPnd:\t0\n"
+        return bool(int(status.split("ShdPnd:")[1].split()[0], 16) >> number - 1 & 1)
 
     def restarts(self, task: int) -> int:
         return int(self.slurm.run("scontrol", "show", "job", f"{self.array}_{task}").split("Restarts=")[1].split()[0])
@@ -129,24 +135,26 @@ def test_an_array_that_everything_happens_to(
 
     slurm.wait("all tasks at work", lambda: at_work() == TASKS, 120)
     slurm.run("scontrol", "update", f"jobid={array}_{OUT_OF_TIME}", "timelimit=1")
+    for task in (OUT_OF_TIME, PREEMPTED):  # work is left to them, however long Slurm takes
+        tasks.send(task, signal.SIGSTOP)
     for task in KILLED:
         tasks.send(task, signal.SIGKILL)
     slurm.run("scancel", f"{array}_{CANCELLED}")
     slurm.run("scontrol", "requeuehold", f"{array}_{REQUEUED}")
-    tasks.send(PREEMPTED, signal.SIGSTOP)  # until Slurm looks at time limits, so that work is left
-    slurm.wait("a requeue", lambda: "requeueing this task" in tasks.log(OUT_OF_TIME), 120)
-    tasks.send(PREEMPTED, signal.SIGCONT)
+    slurm.wait("the signal", lambda: tasks.has_pending(OUT_OF_TIME, signal.SIGUSR1), 120)
+    tasks.send(OUT_OF_TIME, signal.SIGCONT)
+    slurm.wait("a requeue", lambda: "requeueing this task" in tasks.log(OUT_OF_TIME), 60)
     slurm.run("scontrol", "release", f"{array}_{REQUEUED}")
     before = tasks.restarts(PREEMPTED)
     slurm.sbatch("-p", "high", "-c", "8", "-o", "/dev/null", script="sleep 2")  # wants the whole node
-    slurm.wait("a preemption", lambda: tasks.restarts(PREEMPTED) > before, 60)
+    slurm.wait("a preemption", lambda: tasks.restarts(PREEMPTED) > before, 60)  # Slurm has it go on, to end
     slurm.wait_for_end(seconds=240)
 
     assert "SIGTERM" in tasks.log(CANCELLED)
     assert tasks.restarts(REQUEUED) >= 1
     assert [task for task in range(TASKS) if "requeueing this task" in tasks.log(task)] == [OUT_OF_TIME]
     for _ in range(5):
-        if (result := run("submit", job)).exit_code == 0:
+        if (result := run("submit", job, "--set", "engine.max_num_seqs=32")).exit_code == 0:
             break
     assert result.exit_code == 0, result.output
 

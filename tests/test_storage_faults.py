@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import itertools
 import logging
-import multiprocessing
 import os
 import shutil
 import subprocess
@@ -34,10 +33,9 @@ from batchrun.errors import JobError, StoppedError
 from batchrun.job import InputSpec, JobSpec
 from batchrun.observe.status import read_status
 from tests.outputs import make_job, parts_of, run_job, write_lines
+from tests.processes import PROCESSES  # a fork of this process would share connections with it
 from tests.services import CHAOS, S3, chaos, needs_chaos
 
-PROCESSES = multiprocessing.get_context("forkserver")  # a fork of this process would share connections with it
-PROCESSES.set_forkserver_preload([__name__])
 SEEDS = range(10)
 RECORDS: list[Any] = [{"id": f"r{i}", "text": f"text {i}", "n": i} for i in range(5)]
 ALONE = {"config_kwargs": {"retries": {"total_max_attempts": 1}}}  # botocore tries nothing again: batchrun has to

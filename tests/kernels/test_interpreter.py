@@ -103,7 +103,8 @@ def plant(fault: str, folder: Path) -> str:
     file, text, faulty, name, selected = FAULTS[fault]
     shutil.copytree(ROOT / "batchrun", folder / "batchrun", ignore=shutil.ignore_patterns("kernels", "__pycache__"))
     shutil.copytree(ROOT / "kernels", folder / "batchrun" / "kernels")
-    shutil.copy(ROOT / "tests" / "kernels" / "interpreted" / f"check_{name}.py", folder)
+    for checks in ("conftest.py", f"check_{name}.py"):
+        shutil.copy(ROOT / "tests" / "kernels" / "interpreted" / checks, folder)
     kernel = folder / "batchrun" / "kernels" / "gpu" / file
     source = kernel.read_text(encoding="utf-8")
     assert text in source
