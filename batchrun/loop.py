@@ -113,6 +113,7 @@ class Loop:
         self.finished_rows = 0
         self._finished_tokens = 0
         self._engine: Engine | None = None
+        self._accused_at: int | None = None  # tokens before a row alone, whose like may have killed a worker, began
         self._settled = True
 
     def run(self) -> None:
@@ -176,7 +177,8 @@ class Loop:
             self._cede()
         self._check_errors(writer)
         self._close_units(writer)
-        if writer.due or len(self._results) >= _MAX_RESULTS or self._held_logprobs >= _MAX_LOGPROBS:
+        full = len(self._results) >= _MAX_RESULTS or self._held_logprobs >= _MAX_LOGPROBS
+        if writer.due or full or self._is_cleared():
             self._checkpoint(writer)
 
     def _rest(self, writer: Writer) -> bool:
@@ -319,8 +321,16 @@ class Loop:
             self._checkpoint(writer)
             writer.drain()  # what is finished is durable when one of these kills this process
             self._work.suspect(opened.claim, [prepared.row for prepared in chunk])
+            self._accused_at = self.engine.stats().output_tokens if len(chunk) == 1 else None
             for prepared in chunk:
                 self._add(opened, prepared)
+
+    def _is_cleared(self) -> bool:
+        """Whether a row that runs alone has just got on: once that is durable, it is not what kills workers."""
+        if self._accused_at is None or self.engine.stats().output_tokens == self._accused_at:
+            return False
+        self._accused_at = None
+        return True
 
     def _add(self, opened: _OpenUnit, prepared: PreparedRow) -> None:
         engine, params = self.engine, prepared.params

@@ -178,6 +178,18 @@ def test_a_row_that_kills_its_worker_becomes_an_error(tmp_path: Path, tiny_model
     assert done.stderr.count("was killed by SIGKILL: it is started again") <= 8
 
 
+@pytest.mark.slow
+def test_a_row_that_gets_on_is_not_what_kills_its_worker(tmp_path: Path, tiny_model: Path) -> None:
+    job = write_job(tmp_path, tiny_model, rows(1), **SECTIONS | {"output": {"checkpoint_seconds": 60}})
+    for number in range(6):
+        with Run(job, tmp_path / f"{number}", "--set", "sampling.max_tokens=480") as run:
+            wait_for(lambda run=run: run.decoded() > 60)  # type: ignore[misc]
+            run.kill()
+    with Run(job, tmp_path / "last", "--set", "sampling.max_tokens=480") as last:
+        assert last.wait() == 0
+    assert last.decoded() > 0
+
+
 def test_a_job_that_is_wrong_ends_all_workers(tmp_path: Path, tiny_model: Path) -> None:
     job = write_job(tmp_path, tiny_model, rows(4), prompt={"template": "{{ nothing }}"})
     done = run_workers(job)
