@@ -113,7 +113,7 @@ class Loop:
         self.finished_rows = 0
         self._finished_tokens = 0
         self._engine: Engine | None = None
-        self._accused_at: int | None = None  # tokens before a row alone, whose like may have killed a worker, began
+        self._accused_at: int | None = None  # the engine's output tokens when a suspected row began to run alone
         self._settled = True
 
     def run(self) -> None:

@@ -7,6 +7,7 @@ home directory that is shared between unlike machines holds one library for each
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
@@ -16,6 +17,7 @@ import subprocess
 import tempfile
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import torch  # noqa: F401  # maps the OpenMP runtime that the library must share, so it comes before the library
@@ -62,7 +64,7 @@ def build() -> Path:
     digest = hashlib.blake2b(b"\0".join(parts), digest_size=16).hexdigest()
     target = cache_dir() / "native" / f"kernels-{digest}.so"
     if not target.exists():
-        _compile(command, target)
+        _compile_once(command, target)
     return target
 
 
@@ -81,9 +83,21 @@ def find_compiler() -> list[str]:
     raise BuildError(f"no C++ compiler ({f'CXX={wanted}' if wanted else 'c++, g++, clang++'} is not on the path)")
 
 
+def _compile_once(command: list[str], target: Path) -> None:
+    """Compile unless another process does, for which to wait: the workers of a job start together."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = os.open(target.parent, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # where a file system has no locks, each compiles, and either library does
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        if not target.exists():
+            _compile(command, target)
+    finally:
+        os.close(folder)
+
+
 def _compile(command: list[str], target: Path) -> None:
     """Compile all sources at once, link, and move the library into place, so that no process ever sees half of it."""
-    target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch, ThreadPoolExecutor() as pool:
         objects = [str(Path(scratch) / f"{source.stem}.o") for source in SOURCES]
         compile_one = [*command, *FLAGS, "-c", "-o"]

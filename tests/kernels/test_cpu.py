@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batchrun.kernels import cpu
+from batchrun.kernels.cpu import build
 from batchrun.ops import torch_ops
 from tests.marks import needs_kernels
 
@@ -570,13 +572,15 @@ if maps.exists():
     runtimes = {line.split()[-1] for line in maps.read_text().splitlines() if "libgomp" in line or "libomp" in line}
     assert len(runtimes) == 1, runtimes
 """
-    environment = os.environ | {"BATCHRUN_CACHE": str(tmp_path)}
-    children = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(2)]
+    compiler, calls = tmp_path / "c++", tmp_path / "calls"
+    compiler.write_text(f'#!/bin/sh\necho "$@" >>{calls}\nexec {shlex.join(build.find_compiler())} "$@"\n')
+    compiler.chmod(0o755)
+    environment = {"BATCHRUN_CACHE": str(tmp_path), "CXX": str(compiler)}
+    children = [subprocess.Popen([sys.executable, "-c", code], env=os.environ | environment) for _ in range(2)]
     assert [child.wait() for child in children] == [0, 0]
-    (library,) = (tmp_path / "native").iterdir()
-    built = library.stat().st_mtime_ns
-    python(code, BATCHRUN_CACHE=str(tmp_path))
-    assert library.stat().st_mtime_ns == built
+    python(code, **environment)
+    assert len(list((tmp_path / "native").iterdir())) == 1
+    assert calls.read_text().count("-shared") == 1
 
 
 def test_importing_costs_no_build() -> None:
