@@ -178,7 +178,10 @@ class Loop:
         self._check_errors(writer)
         self._close_units(writer)
         full = len(self._results) >= _MAX_RESULTS or self._held_logprobs >= _MAX_LOGPROBS
-        if writer.due or full or self._is_cleared():
+        cleared = self._accused_at is not None and self.engine.stats().output_tokens > self._accused_at
+        if cleared:  # a row that has got on, once that is durable, is not what kills workers
+            self._accused_at = None
+        if writer.due or full or cleared:
             self._checkpoint(writer)
 
     def _rest(self, writer: Writer) -> bool:
@@ -324,13 +327,6 @@ class Loop:
             self._accused_at = self.engine.stats().output_tokens if len(chunk) == 1 else None
             for prepared in chunk:
                 self._add(opened, prepared)
-
-    def _is_cleared(self) -> bool:
-        """Whether a row that runs alone has just got on: once that is durable, it is not what kills workers."""
-        if self._accused_at is None or self.engine.stats().output_tokens == self._accused_at:
-            return False
-        self._accused_at = None
-        return True
 
     def _add(self, opened: _OpenUnit, prepared: PreparedRow) -> None:
         engine, params = self.engine, prepared.params

@@ -9,8 +9,8 @@ from contextlib import suppress
 
 import psutil
 
-# Forked from a server that has imported what they run, and done nothing: 20 starts in place of 20 imports. A test
-# process has one such server, so that there is one list of what it imports.
+# Forked from a server that has imported what they run, and done nothing: 20 starts in place of 20 imports, and no
+# connection shared with the test. A test process has one such server, so there is one list of what it imports.
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["tests.runs", "tests.test_storage_faults"])
 

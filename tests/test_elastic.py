@@ -95,6 +95,7 @@ def test_six_workers_come_and_go(tmp_path: Path, tiny_model: Path) -> None:
     quickly = ("--set", QUICKLY)
     with Run(job, tmp_path / "c", *quickly) as one, Run(job, tmp_path / "d", *quickly) as other:
         assert (one.wait(), other.wait()) == (0, 0)
+    assert min(one.decoded(), other.decoded()) > 0
     assert parts_of(tmp_path) == parts_of(tmp_path / "whole")
     assert not Store(str(tmp_path / "out")).names(SHARES)
 

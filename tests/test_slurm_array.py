@@ -89,7 +89,8 @@ class Tasks:
     def has_pending(self, task: int, number: signal.Signals) -> bool:
         """Whether the signal waits for a stopped task to go on."""
         worker = self.worker(task)
-        status = Path(f"/proc/{worker.pid}/status").read_text() if worker else "ShdPnd:\t0\n"
+        assert worker is not None, f"task {task} runs no more"
+        status = Path(f"/proc/{worker.pid}/status").read_text()
         return bool(int(status.split("ShdPnd:")[1].split()[0], 16) >> number - 1 & 1)
 
     def restarts(self, task: int) -> int:

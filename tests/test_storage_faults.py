@@ -33,7 +33,7 @@ from batchrun.errors import JobError, StoppedError
 from batchrun.job import InputSpec, JobSpec
 from batchrun.observe.status import read_status
 from tests.outputs import make_job, parts_of, run_job, write_lines
-from tests.processes import PROCESSES  # a fork of this process would share connections with it
+from tests.processes import PROCESSES
 from tests.services import CHAOS, S3, chaos, needs_chaos
 
 SEEDS = range(10)
